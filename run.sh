@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# The only launcher. ./run.sh [--name=value …] sets up, fetches the data and trains on whatever hardware is here.
+#   ./run.sh test [pytest options]     sets up and runs the tests
+#   ./run.sh check [--name=value …]    would this run work? says so in seconds, without training
+#   ./run.sh bench                     the benchmarks, as ratios
+# Variables: NPROC (processes on this machine; default: one per GPU, or 1), PYTHON (interpreter to start from);
+# several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or SLURM's own.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"  # fewer holes in GPU memory
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 2; }
+
+# Does this interpreter have exactly what a requirements file pins? (reads metadata only: nothing is imported)
+has_packages() {
+    "$1" - "$2" 2>/dev/null <<'PY'
+import sys
+from importlib.metadata import version
+for line in open(sys.argv[1]):
+    if line.strip():
+        name, pinned = line.split(";")[0].strip().split("==")
+        if version(name).split("+")[0] != pinned:
+            sys.exit(1)
+PY
+}
+
+# Sets $python to an interpreter that has the packages of the given requirements files; makes .venv if need be.
+set_up() {
+    local base="${PYTHON:-python3}" file missing=()
+    python="$base"
+    [ -x .venv/bin/python ] && python=.venv/bin/python
+    command -v "$python" >/dev/null || die "there is no $python; install Python 3.11 or later, or set PYTHON"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is too old; set PYTHON to 3.11 or later"
+    for file in "$@"; do has_packages "$python" "$file" || missing+=(-r "$file"); done
+    [ ${#missing[@]} -eq 0 ] && return
+    if [ "$python" != .venv/bin/python ]; then
+        say "making .venv …"
+        "$base" -m venv .venv || die "$base cannot make a virtual environment; install its venv package"
+        python=.venv/bin/python
+        missing=(); for file in "$@"; do missing+=(-r "$file"); done
+    fi
+    say "installing ${missing[*]//-r/} …"
+    "$python" -m pip install --quiet --disable-pip-version-check "${missing[@]}" \
+        || die "the packages could not be installed; look at pip's message above, then run this again"
+}
+
+count_gpus() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c '^GPU' || echo 0; }
+
+# torchrun, less its page of traceback: the ranks have said what was wrong.
+torchrun() {
+    LOGLEVEL="${LOGLEVEL:-ERROR}" "$python" -c 'import sys
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main(sys.argv[1:])
+except ChildFailedError as error:
+    sys.exit(max(1, error.get_first_failure()[1].exitcode))' "$@"
+}
+
+# Runs a script of ours on every process of this machine, and on the other machines where there are several.
+launch() {
+    local script="$1" processes="${NPROC:-$(count_gpus)}"; shift
+    local nodes="${NNODES:-${SLURM_NNODES:-1}}" node_rank="${NODE_RANK:-${SLURM_NODEID:-0}}"
+    [ "$processes" -gt 0 ] || processes=1
+    [ "$processes" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( ($(nproc) + processes - 1) / processes ))}"
+    if [ "$nodes" -gt 1 ]; then
+        local address="${MASTER_ADDR:-}"
+        if [ -z "$address" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+            address="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+        fi
+        [ -n "$address" ] || die "NNODES=$nodes needs MASTER_ADDR, the address of the first machine"
+        torchrun --nnodes="$nodes" --node_rank="$node_rank" --nproc_per_node="$processes" --rdzv_backend=c10d \
+            --rdzv_id="${SLURM_JOB_ID:-train_gpt}" --rdzv_endpoint="$address:${MASTER_PORT:-29500}" "$script" "$@"
+    elif [ "$processes" -gt 1 ]; then
+        torchrun --standalone --nproc_per_node="$processes" "$script" "$@"
+    else
+        exec "$python" "$script" "$@"
+    fi
+}
+
+# Fetches the data of the chosen preset if it is not there; any other data the user brings.
+prepare_data() {
+    local settings train_files steps batch
+    settings="$("$python" train_gpt.py --show "$@")" || exit $?  # says what is wrong with the options, once
+    setting() { sed -n "s/^$1=//p" <<<"$settings"; }
+    train_files="$(setting train_files)" steps="$(setting num_steps)" batch="$(setting batch_tokens)"
+    compgen -G "$train_files" >/dev/null && compgen -G "$(setting val_files)" >/dev/null && return
+    case "$train_files" in
+        data/enwik8/*) "$python" data/enwik8.py ;;
+        data/fineweb10B/*)
+            set_up requirements.txt data/requirements.txt
+            "$python" data/fineweb.py $(( (steps * batch) / (99999999 / batch * batch) + 1 )) ;;
+    esac
+}
+
+case "${1:-}" in
+    test)
+        shift; set_up requirements.txt tests/requirements.txt data/requirements.txt
+        exec "$python" -m pytest tests "$@" ;;
+    bench)
+        shift; set_up requirements.txt tests/requirements.txt data/requirements.txt
+        exec "$python" tests/bench.py "$@" ;;
+    check)
+        shift; set_up requirements.txt
+        "$python" train_gpt.py --show "$@" >/dev/null
+        launch tests/check.py "$@" ;;
+    -h|--help|help)
+        set_up requirements.txt; sed -n '2,8s/^# \{0,1\}//p' "$0"; exec "$python" train_gpt.py --help ;;
+    ""|--*)
+        set_up requirements.txt; prepare_data "$@"; launch train_gpt.py "$@" ;;
+    *) die "$1: no such command; there are ./run.sh [--name=value …], test, check, bench" ;;
+esac

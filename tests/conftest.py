@@ -1,0 +1,71 @@
+"""What the tests share: the trainer on the path, few threads, small token shards, tiny hyperparameters."""
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+import train_gpt
+
+torch.set_num_threads(1)
+settings.register_profile("trainer", deadline=None, derandomize=True, max_examples=40, database=None)
+settings.load_profile("trainer")
+
+# Small in every way that costs time; what makes a system that system is left to its preset.
+TINY = dict(vocab_size=200, document_token=7, num_steps=12, batch_tokens=1024, sequence_tokens=512,
+            segment_tokens=0, val_tokens=1024, val_every=0, model_dim=32, num_heads=2, num_layers=12,
+            cooldown=5, device="cpu", dtype="float32", muon_dtype="float32", compile="no", save_model=False,
+            sample_tokens=4, log_every=1)
+DATED = ("2024-11-19", "2024-12-04", "2024-12-08", "2024-12-10", "2024-12-17", "2025-01-04")
+
+
+def write_shard(path: Path, tokens, claimed: int | None = None, magic: int = 20240520, version: int = 1) -> str:
+    """A token shard in the public format; `claimed` is the number of tokens that its header speaks of."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if claimed is None else claimed
+    path.write_bytes(header.tobytes() + np.asarray(tokens).astype("<u2").tobytes())
+    return str(path)
+
+
+def made_up_text(length: int, vocab_size: int = 200, document_token: int = 7, seed: int = 0,
+                 documents: float = 1 / 200) -> np.ndarray:
+    """Tokens with something to learn: most follow from the one before, a part of them starts a document."""
+    random = np.random.default_rng(seed)
+    successor = random.permutation(vocab_size)
+    tokens = np.empty(length, dtype=np.uint16)
+    tokens[0] = document_token
+    fresh, keep = random.zipf(1.5, length) % vocab_size, random.random(length) < 0.6
+    for place in range(1, length):
+        tokens[place] = successor[tokens[place - 1]] if keep[place] else fresh[place]
+    tokens[tokens == document_token] = successor[document_token]
+    tokens[random.random(length) < documents] = document_token
+    return tokens
+
+
+def hyperparameters(*presets: str, **values) -> train_gpt.Hyperparameters:
+    """Through the command line, as a user would: presets, then values on top."""
+    arguments = [f"--preset={preset}" for preset in presets]
+    arguments += [f"--{name}={value}" for name, value in values.items()]
+    return train_gpt.parse_command_line(arguments)
+
+
+@pytest.fixture
+def tiny():
+    """tiny(*presets, **overrides): hyperparameters small enough to train in a second or two."""
+    return lambda *presets, **values: hyperparameters(*(presets or ("2025-01-04",)), **(TINY | values))
+
+
+@pytest.fixture
+def make_shards(tmp_path):
+    """make_shards(tokens, …, name="train"): writes one shard each; returns the pattern that finds them."""
+    def make(*shards, name: str = "train") -> str:
+        for number, tokens in enumerate(shards):
+            write_shard(tmp_path / f"{name}_{number:06d}.bin", tokens)
+        return str(tmp_path / f"{name}_*.bin")
+    return make

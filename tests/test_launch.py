@@ -1,0 +1,136 @@
+"""Starting: nothing on import, torchrun, run.sh, several machines, the check."""
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runs import ROOT, TINY, make_data, run, trained
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def run_sh(*arguments: str, cwd: Path = ROOT, **variables) -> subprocess.CompletedProcess:
+    """run.sh with this very interpreter, which has the packages."""
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run([str(cwd / "run.sh"), *arguments], capture_output=True, text=True, timeout=300, env=environment)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def test_importing_starts_nothing(tmp_path):
+    code = f"""
+import sys, os, threading
+sys.path.insert(0, {str(ROOT)!r})
+before, environment = set(os.listdir()), dict(os.environ)
+import torch
+threads, random, flags = threading.active_count(), torch.random.get_rng_state(), torch.are_deterministic_algorithms_enabled()
+import train_gpt, torch.distributed as dist
+assert set(os.listdir()) == before and not dist.is_initialized() and threading.active_count() == threads
+assert torch.equal(torch.random.get_rng_state(), random) and not torch.cuda.is_initialized()
+assert torch.are_deterministic_algorithms_enabled() == flags
+assert {{k: v for k, v in os.environ.items() if k in environment}} == environment
+"""
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0 and process.stdout == process.stderr == "", process.stderr
+
+
+def test_torchrun_trains_and_writes_one_log(data):
+    result = trained([*TINY, *data], "torchrun", ranks=2)
+    assert sorted(p.name for p in result.folder.iterdir()) == ["log.txt", "metrics.jsonl", "model.pt"]
+    assert result.output.count("step:4/4 val_loss:") == 1 and "2 × cpu" in result.output
+
+
+def test_run_sh_trains_with_the_packages_that_are_there(data):
+    process = run_sh(*TINY, *data, "--run_id=run_sh")
+    assert process.returncode == 0, process.stderr
+    assert "final validation loss" in process.stdout and not (ROOT / ".venv" / "made-by-a-test").exists()
+
+
+def test_run_sh_refuses_wrong_options_once_before_it_launches(data):
+    process = run_sh(*TINY, *data, "--nmu_steps=3", NPROC="2")
+    assert process.returncode == 2 and process.stdout == ""
+    assert process.stderr == ("error: --nmu_steps=3: no such hyperparameter; the nearest is --num_steps=… "
+                              "(--help lists them all)\n")
+
+
+def test_run_sh_passes_on_the_exit_code_of_the_ranks_without_a_wall_of_traceback(data):
+    process = run_sh(*TINY, *data, "--batch_tokens=768", NPROC="2")
+    assert process.returncode == 2 and "Traceback" not in process.stderr
+    assert process.stderr.count("expected a multiple of ranks × sequence_tokens = 2 × 256") == 1
+
+
+def test_two_machines_train_as_one(data):
+    """Two launchers that find each other by address, as on two hosts; the losses are those of one process."""
+    port = str(free_port())
+    machines = [subprocess.Popen([str(ROOT / "run.sh"), *TINY, *data, "--run_id=machines"], text=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 env=os.environ | dict(PYTHON=sys.executable, OMP_NUM_THREADS="1", NNODES="2",
+                                                       NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                                                       NPROC="1"))
+                for rank in range(2)]
+    outputs = [machine.communicate(timeout=300) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], outputs
+    lines = [line for out, _ in outputs for line in out.splitlines() if " train_loss:" in line]
+    alone = trained([*TINY, *data], "machine")
+    assert [float(line.split("train_loss:")[1].split()[0]) for line in lines] == pytest.approx(alone.train_losses, abs=2e-4)
+
+
+def test_several_machines_need_an_address(data):
+    process = run_sh(*TINY, *data, NNODES="2")
+    assert process.returncode == 2 and "NNODES=2 needs MASTER_ADDR" in process.stderr
+
+
+def test_slurm_variables_give_nodes_rank_and_address(data, tmp_path):
+    """A stand-in for scontrol, and an interpreter that prints what it would be started with."""
+    for name, body in {"scontrol": "printf 'first\\nsecond\\n'",
+                       "python": f'case "$1" in -|train_gpt.py) exec {sys.executable} "$@";; esac; printf "%s\\n" "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    repo = tmp_path / "repo"
+    shutil.copytree(ROOT, repo, ignore=shutil.ignore_patterns(".git", ".venv", "logs", "enwik8", "fineweb*", "__pycache__"))
+    process = run_sh(*TINY, *data, cwd=repo, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON=str(tmp_path / "python"), NPROC="4",
+                     SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_ID="77")
+    words = process.stdout.splitlines()
+    for expected in ("--nnodes=2", "--node_rank=1", "--nproc_per_node=4", "--rdzv_backend=c10d", "--rdzv_id=77",
+                     "--rdzv_endpoint=first:29500"):
+        assert expected in words, (expected, process)
+
+
+def test_check_passes_where_a_run_would_and_lists_every_parameter(data):
+    process = run_sh("check", *TINY, *data)
+    assert process.returncode == 0, process.stdout + process.stderr
+    for expected in ("versions", "memory", "compiler", "training data", "collective", "blocks.3.down.weight", "skip_weights",
+                     "Muon", "active per token", "this run would work"):
+        assert expected in process.stdout, expected
+
+
+def test_check_names_what_is_missing_and_the_command_that_gets_it(data):
+    process = run_sh("check", *TINY, *data, "--num_steps=500")
+    assert process.returncode == 1 and "FAIL  training data" in process.stdout
+    assert "2 shards hold 38 batches of 1024 tokens and --num_steps asks for 500: 25 shards are missing" in process.stdout
+    process = run_sh("check", "--preset=2024-12-10", "--device=cpu", NPROC="2", cwd=ROOT)
+    assert process.returncode == 1
+    if not list((ROOT / "data" / "fineweb10B").glob("*.bin")):
+        assert "python data/fineweb.py 8" in process.stdout
+    assert "halve --sequence_tokens" in process.stdout and "2 ranks answered" in process.stdout
+
+
+def test_help_lists_every_hyperparameter_with_its_meaning():
+    process = run(["--help"])
+    assert process.returncode == 0
+    import dataclasses
+    import train_gpt
+    for field in dataclasses.fields(train_gpt.Hyperparameters):
+        line = next(line for line in process.stdout.splitlines() if line.startswith(f"  --{field.name}="))
+        assert str(field.default) in line and len(line.split("  ")[-1]) > 5, line

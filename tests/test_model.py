@@ -1,0 +1,279 @@
+"""The model: sizes, pieces, what it starts as, and that nothing leaks from the future or another document."""
+import math
+
+import pytest
+import torch
+
+import reference
+import train_gpt
+from conftest import DATED, TINY, hyperparameters, made_up_text
+from test_lineage import shake
+from train_gpt import GPT, Place, Rotary, UserError, build_optimizers, optimizer_groups
+
+EVERY_PRESET = [*DATED, "h100", "laptop"]
+PARAMETERS_M = {"2024-11-19": 162.2, "2024-12-04": 625.8, "2024-12-08": 394.0, "2024-12-10": 394.0,
+                "2024-12-17": 275.6, "2025-01-04": 275.7}
+
+
+def at_full_size(preset: str) -> GPT:
+    """All of the shapes and none of the memory."""
+    with torch.device("meta"):
+        return GPT(hyperparameters(preset))
+
+
+def window_of(hp, step: int) -> torch.Tensor:
+    return torch.tensor(train_gpt.window_at(hp, step), dtype=torch.int32)
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("preset", DATED)
+def test_parameter_counts_are_those_of_the_records(preset):
+    count = sum(p.numel() for p in at_full_size(preset).parameters())
+    assert round(count / 1e6, 1) == PARAMETERS_M[preset]
+
+
+@pytest.mark.parametrize("preset", DATED)
+def test_shapes_of_the_records(preset):
+    model, system = at_full_size(preset), reference.SYSTEMS[preset]
+    assert [block.attention is None for block in model.blocks] == [n in system.no_attention for n in range(12)]
+    assert model.hp.value_tables == system.tables
+    assert len(model.value_embeds) == len({table for table in system.tables if table is not None})
+    assert model.head.weight.shape == (50304, 768)
+    assert model.embed.weight.shape == (50257 if preset == "2024-12-17" else 50304, 768)
+    assert model.blocks[0].up.weight.shape == (3072, 768)
+    assert model.blocks[0].attention.value_mix.shape == ((2,) if system.values == "two" else ())
+    assert model.blocks[0].attention.num_heads == 6
+    assert model.skip_weights.shape == (6,)
+
+
+# ---- optimizer groups --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("preset", EVERY_PRESET)
+def test_every_parameter_is_in_exactly_one_group(preset):
+    model = at_full_size(preset)
+    groups = optimizer_groups(model.hp, model)
+    named = [pair for group in groups.values() for pair in group["params"].items()]
+    assert sorted(name for name, _ in named) == sorted(name for name, _ in model.named_parameters())
+    assert {name: id(p) for name, p in named} == {name: id(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("preset", DATED)
+def test_groups_and_rates_are_those_of_the_records(preset):
+    model, system = at_full_size(preset), reference.SYSTEMS[preset]
+    groups = optimizer_groups(model.hp, model)
+    assert {kind: group["lr"] for kind, group in groups.items()} == dict(
+        embed=0.6, head=0.008, scalar=0.04, muon=system.muon_rate)
+    assert set(groups["head"]["params"]) == {"head.weight"}
+    assert {name.split(".")[0] for name in groups["embed"]["params"]} <= {"embed", "value_embeds"}
+    assert len(groups["embed"]["params"]) == 1 + len(model.value_embeds)
+    assert all(p.ndim < 2 for p in groups["scalar"]["params"].values())
+    matrices = 12 * 2 + 4 * (12 - len(system.no_attention))
+    assert len(groups["muon"]["params"]) == matrices
+    assert all(p.ndim == 2 and name.startswith("blocks.") for name, p in groups["muon"]["params"].items())
+
+
+@pytest.mark.parametrize("preset", EVERY_PRESET)
+def test_the_optimizers_hold_every_parameter_once_with_the_records_settings(tiny, preset):
+    hp = tiny(preset)
+    model = GPT(hp)
+    adam, muon = build_optimizers(hp, model, Place())
+    held = [id(p) for optimizer in (adam, muon) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+    for group in adam.param_groups:
+        assert group["betas"] == (hp.adam_beta1, hp.adam_beta2)
+        assert group["eps"] == 1e-8 and group["weight_decay"] == 0 and not group["amsgrad"]
+    for group in muon.param_groups:
+        assert (group["lerp"], group["nesterov"], group["steps"]) == (hp.muon_lerp, True, 5)
+        assert group["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("name, shape", [("stray", (2, 2)), ("blocks_extra", (3, 3)), ("stray_volume", (2, 2, 2))])
+def test_a_parameter_that_no_group_knows_is_refused_by_name(tiny, name, shape):
+    model = GPT(tiny())
+    model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+    with pytest.raises(UserError, match=rf"\b{name}\b"):
+        build_optimizers(model.hp, model, Place())
+
+
+# ---- pieces ------------------------------------------------------------------------------------------------
+
+def test_norm_has_unit_mean_square():
+    x = 5 * torch.randn(7, 32)
+    torch.testing.assert_close(train_gpt.norm(x), reference.rms_norm(x))
+
+
+@pytest.mark.parametrize("preset, half", [("2024-12-10", False), ("2025-01-04", True)])
+@pytest.mark.parametrize("heads, head_dim", [(6, 128), (2, 16)])
+def test_rotary_against_its_formula(preset, half, heads, head_dim):
+    hp = hyperparameters(preset)
+    rotary = Rotary(head_dim, 300, hp.rotary_base, hp.rotary_fraction, hp.rotary_endpoint)
+    x = torch.randn(300, heads, head_dim)
+    expected = reference.rotate(x, reference.rotary_frequencies(head_dim, half))
+    torch.testing.assert_close(rotary(x), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rotary(x[:100]), expected[:100], rtol=1e-4, atol=1e-4)
+
+
+def test_rotary_sees_only_how_far_apart_two_tokens_are():
+    rotary = Rotary(32, 64, 1024.0, 0.5, True)
+    q, k = (torch.randn(1, 1, 32).expand(64, 1, 32) for _ in range(2))
+    products = torch.einsum("qhd,khd->qk", rotary(q), rotary(k))
+    for apart in (0, 1, 17):
+        along = products.diagonal(-apart)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
+    assert products[:, 0].std() > 0.1
+    torch.testing.assert_close(rotary(q).norm(dim=-1), q.norm(dim=-1))
+
+
+def test_bfloat16_activations_leave_weights_and_rotary_tables_in_float32(tiny):
+    model = GPT(tiny(dtype="bfloat16"), torch.bfloat16)
+    kinds = {name: p.dtype for name, p in model.named_parameters() if p.dtype != torch.float32}
+    assert set(kinds) == {"embed.weight", *(f"value_embeds.{n}.weight" for n in range(3))}
+    assert set(kinds.values()) == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    assert len(list(model.buffers())) > 0
+    inputs = torch.arange(512) % 200
+    assert model(inputs, None, window_of(model.hp, 0)).dtype == torch.float32
+    full = GPT(tiny(bf16_embeddings=False), torch.bfloat16)
+    assert {p.dtype for p in full.parameters()} == {torch.float32}
+
+
+def test_bfloat16_model_is_near_the_float32_one(tiny):
+    hp = tiny()
+    exact, near = GPT(hp), GPT(hp, torch.bfloat16)
+    shake(exact)
+    near.load_state_dict(exact.state_dict())
+    inputs = torch.from_numpy(made_up_text(512).astype("int64"))
+    logits = [model(inputs, None, window_of(hp, 0)) for model in (exact, near)]
+    assert (logits[0] - logits[1]).norm() < 0.05 * logits[0].norm()
+
+
+def test_softcap(tiny):
+    hp = tiny(softcap=3)
+    model, uncapped = GPT(hp), GPT(tiny(softcap=0))
+    shake(model)
+    with torch.no_grad():
+        model.head.weight *= 50
+    uncapped.load_state_dict(model.state_dict())
+    inputs = torch.arange(512) % 200
+    capped, logits = (m(inputs, None, window_of(hp, 0)) for m in (model, uncapped))
+    assert capped.abs().max() <= 3 < logits.abs().max()
+    torch.testing.assert_close(capped, 3 * torch.tanh(logits / 3))
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_logits(tiny):
+    model = GPT(tiny())
+    shake(model)
+    tokens = torch.from_numpy(made_up_text(513).astype("int64"))
+    window = window_of(model.hp, 0)
+    logits = model(tokens[:-1], None, window).double()
+    expected = (logits.logsumexp(-1) - logits[torch.arange(512), tokens[1:]]).mean()
+    assert model(tokens[:-1], tokens[1:], window).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 512), (500,), (2, 256)])
+def test_shapes_are_asserted(tiny, shape):
+    model = GPT(tiny())
+    with pytest.raises(AssertionError, match="multiple of the block"):
+        model(torch.zeros(shape, dtype=torch.int32), None, window_of(model.hp, 0))
+
+
+@pytest.mark.parametrize("preset", EVERY_PRESET)
+def test_at_the_start_every_token_is_as_likely(tiny, preset):
+    hp = tiny(preset)
+    model = GPT(hp)
+    tokens = torch.from_numpy(made_up_text(513).astype("int64"))
+    loss = model(tokens[:-1], tokens[1:], window_of(hp, 0)).item()
+    assert loss == pytest.approx(math.log(hp.padded_vocab), abs=1e-5)
+    assert not model.head.weight.any()
+    for block in model.blocks:
+        assert not block.down.weight.any() and block.up.weight.any()
+        assert block.attention is None or not block.attention.output.weight.any()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("layout", ["none", "per_layer", "mirrored", "ends"])
+def test_every_parameter_has_a_gradient_at_any_depth(tiny, layers, layout):
+    """DDP stops at a parameter that has none. A depth that cannot give all of them one must be refused."""
+    try:
+        hp = tiny("2024-12-10", num_layers=layers, value_layout=layout)
+    except UserError as refusal:
+        assert layers == 1 and "--num_layers=1" in str(refusal)
+        return
+    model = GPT(hp)
+    shake(model)
+    tokens = torch.from_numpy(made_up_text(513).astype("int64"))
+    model(tokens[:-1], tokens[1:], window_of(hp, 5)).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+# ---- nothing leaks -----------------------------------------------------------------------------------------
+
+def leak_model(preset: str, **values) -> GPT:
+    """The preset's architecture, small, with weights that all matter; in evaluation, so without segments."""
+    model = GPT(hyperparameters(preset, **(TINY | values)))
+    shake(model)
+    return model.eval()
+
+
+def three_documents() -> torch.Tensor:
+    """512 tokens: documents of 200, 20 and 292 tokens, none of them at the edge of a block."""
+    tokens = torch.from_numpy(made_up_text(512, documents=0.0).astype("int64"))
+    tokens[[0, 200, 220]] = TINY["document_token"]
+    return tokens
+
+
+@torch.no_grad()
+def changed_rows(model: GPT, tokens: torch.Tensor, place: int, step: int) -> torch.Tensor:
+    """Where the logits change when the token at this place becomes another one."""
+    other = tokens.clone()
+    other[place] = tokens[place] + 1 if tokens[place] + 1 != TINY["document_token"] else 0
+    window = window_of(model.hp, step)
+    before, after = (model(x, None, window) for x in (tokens, other))
+    return ((before - after).abs() > 1e-6).any(-1)
+
+
+@pytest.mark.parametrize("preset", EVERY_PRESET)
+def test_no_token_is_seen_before_it_or_from_another_document(preset):
+    model, tokens = leak_model(preset), three_documents()
+    document = reference.count_documents(tokens, TINY["document_token"])
+    for step in (0, 6, 12):
+        for place in (1, 127, 128, 199, 201, 219, 300, 383, 384, 511):
+            changed = changed_rows(model, tokens, place, step)
+            here = torch.arange(512)
+            assert changed[place], "the token itself must notice"
+            assert not changed[here < place].any(), f"token {place} leaks into the past"
+            assert not changed[document != document[place]].any(), f"token {place} leaks into another document"
+
+
+@pytest.mark.parametrize("preset", EVERY_PRESET)
+def test_what_may_be_seen_is_seen(preset):
+    """A token in the same document and within the window changes what comes after it: so the test above tests."""
+    model, tokens = leak_model(preset), three_documents()
+    changed = changed_rows(model, tokens, 300, step=12)
+    assert changed[300:340].all()
+
+
+@pytest.mark.parametrize("preset", EVERY_PRESET)
+def test_a_new_document_token_changes_nothing_before_it(preset):
+    model, tokens = leak_model(preset), three_documents()
+    cut = tokens.clone()
+    cut[350] = TINY["document_token"]
+    with torch.no_grad():
+        before, after = (model(x, None, window_of(model.hp, 12)) for x in (tokens, cut))
+    torch.testing.assert_close(before[:350], after[:350], rtol=0, atol=1e-6)
+    assert (before[350:] - after[350:]).abs().max() > 1e-3
+
+
+def test_segments_part_the_training_batch_but_not_the_validation_text():
+    model, tokens = leak_model("laptop", segment_tokens=256), three_documents()
+    assert changed_rows(model, tokens, 250, step=12)[256:].any()
+    assert not changed_rows(model.train(), tokens, 250, step=12)[256:].any()
+
+
+def test_without_attention_no_token_sees_another():
+    model = leak_model("2024-12-10", no_attention="(0,1,2,3,4,5,6,7,8,9,10,11)")
+    assert len(model.value_embeds) == 0
+    changed = changed_rows(model, three_documents(), 300, step=12)
+    assert changed.nonzero().flatten().tolist() == [300]

@@ -1,0 +1,1280 @@
+"""Train a GPT as fast as it can be trained: one file, the same from a laptop's CPU to 8×H100.
+
+    ./run.sh [--name=value …]                              set up, fetch data, train on whatever is here
+    python train_gpt.py [--name=value …]                   train in this process: one GPU, or the CPU
+    torchrun --nproc_per_node=N train_gpt.py [--name=…]    train on N GPUs, or in N processes on the CPU
+    python train_gpt.py --sample="Text" --checkpoint=PATH  continue a text from a saved model
+    python train_gpt.py --help                             every hyperparameter, its meaning and default
+
+Contents, in the order in which data flows:
+    1  hyperparameters              the numbers to change, the presets, the command line
+    2  Muon                         Newton–Schulz and the optimizer of the matrices
+    3  model                        the U-Net GPT with value embeddings
+    4  masks and attention          causal ∧ same document ∧ within the window; FlexAttention, banded SDPA
+    5  data                         memory-mapped token shards, one shared position
+    6  schedules and optimizers     pure functions of the step; which parameter goes where
+    7  logging and checkpoints      log.txt, its twin metrics.jsonl, model.pt
+    8  evaluation and sampling      validation loss, text
+    9  train and main               the hardware, warm-up, the loop, the end of a run
+"""
+import bisect
+import contextlib
+import copy
+import dataclasses
+import datetime
+import difflib
+import glob
+import inspect
+import itertools
+import json
+import math
+import mmap
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+BLOCK = 128                     # tokens in a block of the attention mask
+FAR = 2**30                     # a window that cuts nothing
+SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 256 * 4
+CHECKPOINT_FORMAT = 1
+SEPARATOR = "=" * 100           # between the parts of a log
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: one sentence with the value, what was expected and the remedy."""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 1  Hyperparameters: edit them here, or give --name=value.
+# ------------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Hyperparameters:
+    preset: str = "auto"                # applied in turn; auto: h100 where there are GPUs, else laptop
+    # data
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the token shards to train on
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"      # glob of the token shards to validate on
+    vocab_size: int = 50257             # tokens that exist
+    vocab_multiple: int = 128           # rows of the head are padded up to a multiple of this: 50,304
+    pad_embeddings: bool = True         # pad the rows of the embeddings likewise
+    document_token: int = 50256         # starts each document; attention never crosses it
+    # budget
+    num_steps: int = 1390               # optimizer steps
+    batch_tokens: int = 8 * 64 * 1024   # tokens per step over all ranks, whatever the world size
+    sequence_tokens: int = 64 * 1024    # tokens per forward pass of one rank; a multiple of 128
+    segment_tokens: int = 0             # a batch is stretches this long from evenly spaced places; 0: one
+    val_every: int = 125                # steps between validations; 0: only at the end
+    val_tokens: int = 10_485_760        # tokens validated on, always the same first ones
+    target_loss: float = 3.28           # validation loss that the run is meant to reach
+    # model
+    num_layers: int = 12                # the first half encodes, the second half decodes
+    num_heads: int = 6                  # attention heads per layer
+    model_dim: int = 768                # width of the residual stream
+    mlp_ratio: int = 4                  # hidden units of the MLP per unit of width
+    value_layout: str | tuple = "per_layer"  # value table of a layer: none, per_layer, mirrored, ends, tuple
+    value_lambdas: int = 2              # learned weights of the value mix: 2: λ0·v + λ1·ve; 1: (1−λ)·v + λ·ve
+    first_layer_values: bool = False    # mix the first layer's values into layers that have no value table
+    no_attention: str | tuple = "none"  # layers without attention: none, second_decoder, or a tuple
+    rotary_base: float = 1024.0         # the slowest rotary frequency is 1/base radians per token
+    rotary_fraction: float = 0.5        # part of a head's dimensions that is rotated
+    rotary_endpoint: bool = True        # frequencies run to 1/base itself; false: stop one short of it
+    softcap: float = 15.0               # logits pass through c·tanh(logits/c); 0: off
+    # attention window, growing linearly over the run
+    window_unit: str = "block"          # it counts in: block (of 128), token (by 64), token_in_block (both)
+    window_start: int = 128             # tokens, at step 0
+    window_end: int = 1856              # tokens, at the last step (14 whole blocks)
+    # optimizers
+    embed_rate: float = 0.6             # Adam: token and value embeddings
+    head_rate: float = 0.008            # Adam: output head
+    scalar_rate: float = 0.04           # Adam: skip weights and mixes
+    adam_beta1: float = 0.8             # Adam: decay of the mean
+    adam_beta2: float = 0.95            # Adam: decay of the square
+    muon_rate: float = 0.05             # Muon: matrices of the blocks
+    muon_momentum: float = 0.95         # Muon: final momentum
+    muon_momentum_start: float = 0.85   # Muon: momentum at step 0
+    muon_warmup_steps: int = 300        # Muon: steps from the first momentum to the final one
+    muon_lerp: bool = True              # Muon: momentum averages the gradients; false: sums them
+    muon_nesterov: bool = True          # Muon: look ahead along the momentum
+    muon_decay: float = 0.0             # Muon: decoupled weight decay
+    muon_steps: int = 5                 # Muon: Newton–Schulz iterations per update
+    cooldown: float = 0.4               # rates fall to 0 over this part of the run (steps, if above 1)
+    # hardware
+    device: str = "auto"                # auto, cuda, cpu, mps
+    dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), bfloat16, float32
+    bf16_embeddings: bool = True        # embeddings in bfloat16 wherever activations are
+    muon_dtype: str = "auto"            # Newton–Schulz: auto (bfloat16 if the hardware has it), or either
+    attention: str = "auto"             # auto (flex on CUDA, banded elsewhere), flex, banded
+    compile: str = "auto"               # torch.compile: auto (CUDA, and long runs on a CPU), yes, no
+    tune_kernels: bool = False          # Inductor's coordinate descent: faster kernels, slower compiling
+    seed: int = 1337                    # of the weights and of the sample
+    # output
+    log_dir: str = "logs"               # each run makes a folder of its own in here
+    run_id: str = ""                    # name of that folder; empty: the time and a random word
+    log_every: int = 10                 # steps between lines with the training loss
+    save_model: bool = True             # write model.pt at the end
+    # instead of training
+    show: bool = False                  # print the hyperparameters as resolved, and stop
+    checkpoint: str = ""                # saved model to sample from
+    sample: str = ""                    # text to continue from the checkpoint
+    sample_tokens: int = 200            # length of a sample
+    temperature: float = 0.8            # of sampling; 0: always the likeliest token
+    top_k: int = 0                      # sample among the k likeliest tokens; 0: among all
+
+    @cached_property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @cached_property
+    def attention_free(self) -> tuple:
+        named = {"none": (), "second_decoder": (min(self.num_layers // 2 + 1, self.num_layers - 1),)}
+        return named.get(self.no_attention, self.no_attention)
+
+    @cached_property
+    def value_tables(self) -> tuple:
+        """For each layer, the number of its value table, or None."""
+        layers, encoder, ends = self.num_layers, self.num_layers // 2, max(1, self.num_layers // 4)
+        named = {"none": (None,) * layers, "per_layer": tuple(range(layers)),
+                 "mirrored": (*range(encoder), *reversed(range(encoder)), *(None,) * (layers % 2)),
+                 "ends": (*range(ends), *(None,) * (layers - 2 * ends), *range(ends))[:layers]}
+        wanted = [None if layer in self.attention_free else table
+                  for layer, table in enumerate(named.get(self.value_layout, self.value_layout))]
+        numbers = sorted({table for table in wanted if table is not None})
+        return tuple(None if table is None else numbers.index(table) for table in wanted)
+
+
+# Differences from the defaults; of several presets the later win, field by field.
+OLDER = dict(rotary_base=10_000.0, rotary_fraction=1.0, rotary_endpoint=False, softcap=30.0, cooldown=600.0,
+             tune_kernels=True)
+SPARSE = dict(value_layout="ends", no_attention="second_decoder")
+PRESETS = {
+    "h100": SPARSE,
+    # The shape with the lowest loss per second on two cores; records/NEGATIVE.md has the others.
+    "laptop": dict(train_files="data/enwik8/enwik8_train_*.bin", val_files="data/enwik8/enwik8_val_*.bin",
+                   vocab_size=257, vocab_multiple=1, document_token=256, num_steps=320, batch_tokens=4096,
+                   sequence_tokens=4096, segment_tokens=512, val_every=0, val_tokens=2**20, target_loss=1.80,
+                   num_layers=4, num_heads=2, model_dim=128, window_start=256, window_end=256, cooldown=0.5),
+    # The historical systems on 8×H100: shared design, figures and dates in the README's table.
+    "2024-11-19": OLDER | dict(num_steps=1875, muon_rate=0.04, adam_beta1=0.9, cooldown=562.0,
+                               muon_warmup_steps=500, window_unit="token", window_start=1024, window_end=1024,
+                               value_layout="none", value_lambdas=1, muon_lerp=False,
+                               first_layer_values=True),
+    "2024-12-04": OLDER | dict(num_steps=1530, window_unit="token", window_start=64, window_end=1792,
+                               value_layout="per_layer", value_lambdas=1, muon_lerp=False),
+    "2024-12-08": OLDER | dict(num_steps=1480, window_unit="token_in_block", window_start=64, window_end=1792,
+                               value_layout="mirrored"),
+    "2024-12-10": OLDER | dict(num_steps=1480, value_layout="mirrored"),
+    "2024-12-17": SPARSE | dict(num_steps=1490, cooldown=600.0, softcap=30.0, pad_embeddings=False,
+                                tune_kernels=True),
+    "2025-01-04": SPARSE | dict(num_steps=1390, tune_kernels=True),
+}
+CHOICES = {"window_unit": ("block", "token", "token_in_block"), "device": ("auto", "cuda", "cpu", "mps"),
+           "dtype": ("auto", "bfloat16", "float32"), "muon_dtype": ("auto", "bfloat16", "float32"),
+           "attention": ("auto", "flex", "banded"), "compile": ("auto", "yes", "no"),
+           "value_layout": ("none", "per_layer", "mirrored", "ends"),
+           "no_attention": ("none", "second_decoder")}
+
+
+def nearest(word: str, words) -> str:
+    return difflib.get_close_matches(word, list(words), n=1, cutoff=0.0)[0]
+
+
+def refuse(name: str, text, expected: str, better) -> None:
+    raise UserError(f"--{name}={text}: expected {expected}; the nearest is --{name}={better}")
+
+
+def parse_value(name: str, text: str, kind):
+    """What `text` means for a hyperparameter of this kind."""
+    if name in CHOICES and not text.startswith("("):
+        if text not in CHOICES[name]:
+            refuse(name, text, "one of " + ", ".join(CHOICES[name]), nearest(text, CHOICES[name]))
+    elif kind == str | tuple:
+        entries = [entry.strip() for entry in text.strip("()").split(",") if entry.strip()]
+        if not all(entry == "None" or entry.isdigit() for entry in entries):
+            refuse(name, text, "whole numbers and None in parentheses, or a name", CHOICES[name][-1])
+        return tuple(None if entry == "None" else int(entry) for entry in entries)
+    elif kind is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if text.lower() not in words:
+            refuse(name, text, "true or false", nearest(text.lower(), ("true", "false")))
+        return words[text.lower()]
+    elif kind in (int, float):
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            refuse(name, text, "a number", getattr(Hyperparameters, name))
+        if kind is int and number != int(number):
+            refuse(name, text, "a whole number", round(number))
+        return kind(number)
+    return text
+
+
+def parse_command_line(arguments: list[str]) -> Hyperparameters:
+    """Presets first, in turn, then every --name=value on top."""
+    fields = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
+    presets, values = [], {}
+    for argument in arguments:
+        name, equals, text = argument.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not argument.startswith("--") or name not in fields:
+            raise UserError(f"{argument}: no such hyperparameter; the nearest is --{nearest(name, fields)}=… "
+                            "(--help lists them all)")
+        if not equals and fields[name] is not bool:
+            raise UserError(f"{argument}: it has no value; write --{name}=…")
+        if name == "preset":
+            presets += text.split("+")
+        else:
+            values[name] = parse_value(name, text if equals else "true", fields[name])
+    if presets in ([], ["auto"]):
+        presets = ["h100" if torch.cuda.is_available() else "laptop"]
+    for preset in presets:
+        if preset not in PRESETS:
+            refuse("preset", preset, "one of " + ", ".join(PRESETS), nearest(preset, PRESETS))
+    merged = {name: value for preset in presets for name, value in PRESETS[preset].items()} | values
+    hp = Hyperparameters(**merged, preset="+".join(presets))
+    validate(hp)
+    return hp
+
+
+AT_LEAST_1 = ("vocab_size", "vocab_multiple", "num_steps", "batch_tokens", "sequence_tokens", "val_tokens",
+              "num_layers", "num_heads", "model_dim", "mlp_ratio", "window_start", "window_end", "muon_steps",
+              "log_every")
+AT_LEAST_0 = ("segment_tokens", "val_every", "softcap", "embed_rate", "head_rate", "scalar_rate", "muon_rate",
+              "muon_decay", "muon_warmup_steps", "cooldown", "temperature", "top_k", "sample_tokens", "seed",
+              "document_token")
+BELOW_1 = ("adam_beta1", "adam_beta2", "muon_momentum", "muon_momentum_start")
+
+
+def validate(hp: Hyperparameters) -> None:
+    """Refuse impossible values and combinations, each in one sentence."""
+    def need(right: bool, name: str, expected: str, better) -> None:
+        if not right:
+            refuse(name, getattr(hp, name), expected, better)
+
+    for name in AT_LEAST_1:
+        need(getattr(hp, name) >= 1, name, "at least 1", 1)
+    for name in AT_LEAST_0:
+        need(getattr(hp, name) >= 0, name, "0 or more", 0)
+    for name in BELOW_1:
+        need(0 <= getattr(hp, name) < 1, name, "0 or more and below 1", 0.95)
+    unit, sequence, segment = 4 * hp.num_heads, hp.sequence_tokens, hp.segment_tokens or hp.batch_tokens
+    need(hp.value_lambdas in (1, 2), "value_lambdas", "1 or 2", 2)
+    need(0 < hp.rotary_fraction <= 1, "rotary_fraction", "above 0 and at most 1", 0.5)
+    need(hp.rotary_base > 1, "rotary_base", "above 1", 1024.0)
+    need(hp.model_dim % unit == 0, "model_dim", f"a multiple of 4 × num_heads = {unit}",
+         nearest_multiple(hp.model_dim, unit))
+    need(sequence % BLOCK == 0, "sequence_tokens", f"a multiple of the mask's block of {BLOCK}",
+         nearest_multiple(sequence, BLOCK))
+    need(sequence % segment == 0 or not hp.segment_tokens, "segment_tokens",
+         f"a divisor of sequence_tokens={sequence}", math.gcd(segment, sequence))
+    need(hp.batch_tokens % sequence == 0, "batch_tokens", f"a multiple of sequence_tokens={sequence}",
+         nearest_multiple(hp.batch_tokens, sequence))
+    need(hp.val_tokens % sequence == 0, "val_tokens", f"a multiple of sequence_tokens={sequence}",
+         nearest_multiple(hp.val_tokens, sequence))
+    need(hp.document_token < hp.vocab_size, "document_token", f"below vocab_size={hp.vocab_size}",
+         hp.vocab_size - 1)
+    need(all(layer in range(hp.num_layers) for layer in hp.attention_free), "no_attention",
+         f"layers from 0 to {hp.num_layers - 1}", "none")
+    need(len(hp.value_tables) == hp.num_layers, "value_layout",
+         f"one entry for each of the {hp.num_layers} layers", "ends")
+    need(bool(hp.checkpoint or not hp.sample), "checkpoint", "a model to sample from", "logs/…/model.pt")
+
+
+def nearest_multiple(number: int, unit: int) -> int:
+    return max(round(number / unit), 1) * unit
+
+
+def help_text() -> str:
+    """Every hyperparameter with its default and its meaning, which is its comment above."""
+    lines = [__doc__.split("\n\nContents")[0], "", "Hyperparameters:"]
+    for line in inspect.getsource(Hyperparameters).splitlines():
+        if field := re.match(r"    (\w+): [\w |]+ = .+?  # (.+)", line):
+            lines.append(f"  --{field[1]}={getattr(Hyperparameters, field[1])}".ljust(34) + f"  {field[2]}")
+        elif heading := re.match(r"    # (.+)", line):
+            lines.append(f"\n {heading[1]}")
+    return "\n".join([*lines, "", "Presets (--preset=NAME, repeatable, later win): " + ", ".join(PRESETS)])
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 2  Muon: momentum, orthogonalized by Newton–Schulz (https://kellerjordan.github.io/posts/muon)
+# ------------------------------------------------------------------------------------------------------------
+
+def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Bring the singular values of each matrix [..., rows, columns] near 1 and keep its singular vectors.
+
+    A quintic as steep at zero as can be: five steps lift every singular value above 0.01 of the norm to about
+    [0.7, 1.15], which trains as well as exact orthogonality.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrices.size(-2) > matrices.size(-1)
+    X = matrices.mT if tall else matrices  # the shorter side first: the smaller Gram matrix
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        A = X @ X.mT
+        X = a * X + (b * A + c * (A @ A)) @ X
+    return X.mT if tall else X
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over any number of ranks, or none: each orthogonalizes its share while the one before is gathered.
+
+    Parameters are grouped by size. Of each chunk of world_size × per_rank parameters in a group, a rank takes
+    per_rank; an asynchronous all-gather shares the updates, and the chunk before is applied meanwhile.
+    A rank keeps the momentum of its own parameters only.
+    """
+
+    def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0, steps=5,
+                 rank=0, world_size=1, per_rank=None, dtype=torch.float32, orthogonalize=newton_schulz):
+        params = list(params)
+        assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
+        self.rank, self.world_size, self.dtype, self.orthogonalize = rank, world_size, dtype, orthogonalize
+        self.per_rank = per_rank or (1 if world_size > 1 else max(1, len(params)))  # alone: all in one batch
+        sizes = sorted({tuple(sorted(p.shape)) for p in params})
+        groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == size]) for size in sizes]
+        super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, lerp=lerp, steps=steps,
+                                      weight_decay=weight_decay))
+
+    def chunks(self, group: dict):
+        """(the parameters of each chunk, those of them that are this rank's)"""
+        size, first = self.world_size * self.per_rank, self.rank * self.per_rank
+        for start in range(0, len(group["params"]), size):
+            chunk = group["params"][start:start + size]
+            yield chunk, chunk[first:first + self.per_rank]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            before = None
+            for chunk, mine in self.chunks(group):
+                updates = self.updates(mine, group)
+                if before:
+                    self.apply(*before, group)
+                before = chunk, *self.share(updates, group)
+            self.apply(*before, group)
+
+    def updates(self, mine: list[Tensor], group: dict) -> Tensor | None:
+        """This rank's orthogonalized updates, stacked, each with its shorter side first."""
+        if not mine:
+            return None
+        momentum, grads = group["momentum"], [p.grad for p in mine]
+        for p in mine:
+            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        buffers = [self.state[p]["momentum_buffer"] for p in mine]
+        if group["lerp"]:
+            torch._foreach_lerp_(buffers, grads, 1 - momentum)
+            ahead = torch._foreach_lerp(grads, buffers, momentum)
+        else:
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, grads)
+            ahead = torch._foreach_add(grads, buffers, alpha=momentum)
+        ahead = ahead if group["nesterov"] else buffers
+        wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in ahead])
+        return self.orthogonalize(wide.to(self.dtype), group["steps"])
+
+    def share(self, updates: Tensor | None, group: dict):
+        """(the updates of all ranks, the handle to wait for)"""
+        if self.world_size == 1:
+            return updates, None
+        p = group["params"][0]
+        mine = torch.zeros(self.per_rank, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
+        if updates is not None:  # the last chunk may have fewer parameters than ranks
+            mine[:len(updates)] = updates
+        everyone = mine.new_empty(self.world_size * self.per_rank, *mine.shape[1:])
+        return everyone, dist.all_gather_single(everyone, mine, async_op=True)
+
+    def apply(self, chunk: list[Tensor], updates: Tensor, handle, group: dict) -> None:
+        if handle:
+            handle.wait()
+        for p, update in zip(chunk, updates):
+            if group["weight_decay"]:
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+            update = update.mT if p.size(0) > p.size(1) else update
+            p.add_(update, alpha=-group["lr"] * update_scale(p))
+
+
+def update_scale(p: Tensor) -> float:
+    """The singular values of a Muon update are the rate times this: tall matrices take larger steps."""
+    return max(1, p.size(0) / p.size(1)) ** 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 3  Model: a U-Net of transformer blocks over one long sequence (batch size 1)
+# ------------------------------------------------------------------------------------------------------------
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+class Linear(nn.Linear):
+    """Without bias; the weight stays fp32 for the optimizer and is cast where it is used."""
+
+    def __init__(self, in_features: int, out_features: int, zero: bool = False):
+        super().__init__(in_features, out_features, bias=False)
+        if zero:  # a block starts as the identity, the head as the uniform distribution
+            nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.type_as(x))
+
+
+class Rotary(nn.Module):
+    """Turns pairs of dimensions by angles that grow with the position; pairs past the fraction never turn."""
+
+    def __init__(self, head_dim: int, max_tokens: int, base: float, fraction: float, endpoint: bool):
+        super().__init__()
+        pairs = head_dim // 2
+        turning = max(1, round(pairs * fraction))
+        exponents = torch.linspace(0, 1, turning) if endpoint else torch.arange(turning) / turning
+        frequencies = F.pad((1 / base) ** exponents, (0, pairs - turning))
+        angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), frequencies)
+        self.register_buffer("cos", angles.cos()[:, None], persistent=False)  # [tokens, 1, pairs], fp32
+        self.register_buffer("sin", angles.sin()[:, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = self.cos[:x.size(0)], self.sin[:x.size(0)]
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, hp: Hyperparameters, rotary: Rotary):
+        super().__init__()
+        self.num_heads, self.rotary = hp.num_heads, rotary
+        self.query, self.key, self.value = (Linear(hp.model_dim, hp.model_dim) for _ in range(3))
+        self.output = Linear(hp.model_dim, hp.model_dim, zero=True)
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5] if hp.value_lambdas == 2 else 0.5))
+
+    def mix_values(self, v: Tensor, extra: Tensor | None) -> Tensor:
+        """The stream's values with those of the token itself (a value table), or of the first layer."""
+        if self.value_mix.ndim == 0:
+            return torch.lerp(v, v if extra is None else extra, self.value_mix.type_as(v))
+        own, other = self.value_mix.type_as(v)
+        return own * v if extra is None else own * v + other * extra
+
+    def forward(self, x: Tensor, extra: Tensor | None, mask: "Mask") -> tuple[Tensor, Tensor]:
+        projections = self.query, self.key, self.value
+        q, k, v = (project(x).view(len(x), self.num_heads, -1) for project in projections)
+        q, k = self.rotary(norm(q)), self.rotary(norm(k))  # QK-norm: attention logits cannot run away
+        return self.output(attend(q, k, self.mix_values(v, extra), mask).reshape(x.shape)), v
+
+
+class Block(nn.Module):
+    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
+        super().__init__()
+        self.attention = None if layer in hp.attention_free else Attention(hp, rotary)
+        self.up = Linear(hp.model_dim, hp.mlp_ratio * hp.model_dim)
+        self.down = Linear(hp.mlp_ratio * hp.model_dim, hp.model_dim, zero=True)
+        self.mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # of the stream and of x0, the embedding
+
+    def forward(self, x: Tensor, x0: Tensor, extra: Tensor | None, mask: "Mask") -> tuple:
+        stream, start = self.mix.type_as(x)
+        x, values = stream * x + start * x0, None
+        if self.attention is not None:
+            attended, values = self.attention(norm(x), extra, mask)
+            x = x + attended
+        return x + self.down(F.relu(self.up(norm(x))).square()), values  # ReLU²: arxiv.org/abs/2109.08668
+
+
+class GPT(nn.Module):
+    def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.float32, attention: str = "banded"):
+        super().__init__()
+        self.hp, self.dtype, self.attention = hp, dtype, attention
+        rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
+        rotary = Rotary(hp.model_dim // hp.num_heads, hp.sequence_tokens, hp.rotary_base, hp.rotary_fraction,
+                        hp.rotary_endpoint)
+        tables = len({table for table in hp.value_tables if table is not None})
+        self.embed = nn.Embedding(rows, hp.model_dim)
+        self.value_embeds = nn.ModuleList(nn.Embedding(rows, hp.model_dim) for _ in range(tables))
+        self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(hp.num_layers))
+        self.skip_weights = nn.Parameter(torch.ones(hp.num_layers - hp.num_layers // 2))
+        self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
+        if hp.bf16_embeddings and dtype == torch.bfloat16:
+            self.embed.bfloat16(), self.value_embeds.bfloat16()
+
+    def forward(self, inputs: Tensor, targets: Tensor | None, window: Tensor) -> Tensor:
+        """Mean loss, or logits where there are no targets. window: int32 (tokens, blocks) of window_at."""
+        assert inputs.ndim == 1 and inputs.size(0) % BLOCK == 0, "one sequence, a multiple of the block"
+        hp, encoder = self.hp, self.hp.num_layers // 2
+        segment = hp.segment_tokens if self.training else 0  # validation text is contiguous
+        mask = build_mask(inputs, window, hp.document_token, segment, self.attention, band_reach(hp))
+        x = x0 = norm(self.embed(inputs).to(self.dtype))
+        tables = [table(inputs).to(self.dtype).view(len(x), hp.num_heads, -1) for table in self.value_embeds]
+        skips, first_values = [], None
+        for layer, block in enumerate(self.blocks):
+            if layer >= encoder and skips:  # U-Net: the encoder's outputs, last in first out
+                x = x + self.skip_weights[layer - encoder].type_as(x) * skips.pop()
+            table = hp.value_tables[layer]
+            x, values = block(x, x0, first_values if table is None else tables[table], mask)
+            if hp.first_layer_values and first_values is None:
+                first_values = values  # value residual: arxiv.org/abs/2410.17897
+            if layer < encoder:
+                skips.append(x)
+        logits = self.head(norm(x)).float()
+        if hp.softcap:
+            logits = hp.softcap * torch.tanh(logits / hp.softcap)
+        return logits if targets is None else F.cross_entropy(logits, targets)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 4  Masks and attention: causal ∧ same document ∧ within the window
+# ------------------------------------------------------------------------------------------------------------
+
+class Mask(NamedTuple):
+    """What each query may look at, in the form that the attention back end takes."""
+    window: Tensor              # int32 (tokens, blocks): a key is seen if it is nearer than both
+    blocks: BlockMask | None    # flex
+    bias: Tensor | None         # banded
+
+
+def build_mask(inputs: Tensor, window: Tensor, document_token: int, segment: int, attention: str,
+               reach: int) -> Mask:
+    starts = inputs == document_token
+    if segment:
+        starts = starts | (torch.arange(len(inputs), device=inputs.device) % segment == 0)
+    documents = starts.cumsum(0, dtype=torch.int32)
+    if attention == "flex":
+        return Mask(window, flex_block_mask(documents, window), None)
+    return Mask(window, None, band_bias(documents, window, min(reach, len(inputs) // BLOCK - 1)))
+
+
+def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
+    """Ordered lists of the partial and of the full blocks, straight from the document counts."""
+    def visible(batch, head, query, key):
+        return (query >= key) & (documents[query] == documents[key]) & (query - key < window[0])
+
+    def ordered(wanted: Tensor) -> tuple[Tensor, Tensor]:
+        count = wanted.sum(dim=-1, dtype=torch.int32)
+        indices = wanted.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+        return count[None, None].contiguous(), indices[None, None].contiguous()
+
+    # counts never fall along the sequence, so the first and the last of a block tell all about it
+    first, last = (documents.view(-1, BLOCK)[:, end].contiguous() for end in (0, -1))
+    block = torch.arange(len(first), dtype=torch.int32, device=documents.device)
+    distance = block[:, None] - block  # from the key's block to the query's
+    near = (distance >= 0) & (distance < window[1])
+    touched = near & ((distance - 1) * BLOCK + 1 < window[0]) & (first[:, None] <= last)
+    full = near & (distance > 0) & ((distance + 1) * BLOCK - 1 < window[0]) & (last[:, None] == first)
+    return BlockMask.from_kv_blocks(*ordered(touched & ~full), *ordered(full), BLOCK, mask_mod=visible)
+
+
+def band_bias(documents: Tensor, window: Tensor, reach: int) -> Tensor:
+    """0 where a query sees a key, −∞ elsewhere: [blocks, 1, BLOCK, span], linear in the sequence.
+
+    The keys beside a block of queries, its span, are that block itself and the `reach` blocks before it.
+    """
+    span = (reach + 1) * BLOCK
+    key = torch.arange(span, device=documents.device)
+    query = key[-BLOCK:, None]
+    near = (query >= key) & (query - key < window[0]) & (query // BLOCK - key // BLOCK < window[1])
+    key_documents = F.pad(documents, (span - BLOCK, 0), value=-1).unfold(0, span, BLOCK)
+    same = documents.view(-1, BLOCK, 1) == key_documents[:, None]
+    return torch.where(near & same, 0.0, -math.inf)[:, None]
+
+
+def reach_of(tokens: int, blocks: int) -> int:
+    """How many blocks before its own a query looks into."""
+    return max(0, min(blocks - 1, -(-(tokens - 1) // BLOCK)))
+
+
+def band_reach(hp: Hyperparameters) -> int:
+    return max(reach_of(*window_at(hp, step)) for step in (0, hp.num_steps))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Softmax attention under the mask; everything is [tokens, heads, head_dim]."""
+    if mask.blocks is not None:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return flex_attention(q, k, v, block_mask=mask.blocks)[0].transpose(0, 1)
+    if q.device.type == "cpu":
+        return banded_cpu(q, k, v, mask.bias, mask.window)[0]
+    span = mask.bias.size(-1)
+    out = F.scaled_dot_product_attention(query_blocks(q), key_bands(k, span), key_bands(v, span),
+                                         attn_mask=mask.bias.type_as(q))
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+def query_blocks(x: Tensor) -> Tensor:
+    return x.view(-1, BLOCK, *x.shape[1:]).transpose(1, 2)  # [blocks, heads, BLOCK, head_dim]
+
+
+def key_bands(x: Tensor, span: int) -> Tensor:
+    """The keys beside each block of queries, overlapping views: [blocks, heads, span, head_dim]."""
+    return F.pad(x, (0, 0, 0, 0, span - BLOCK, 0)).unfold(0, span, BLOCK).transpose(2, 3)
+
+
+def fold_bands(bands: Tensor) -> Tensor:
+    """The transpose of key_bands: the gradients of the overlapping views, summed."""
+    blocks, heads, span, head_dim = bands.shape
+    total = bands.new_zeros(blocks + span // BLOCK - 1, BLOCK, heads, head_dim)
+    for start in range(span // BLOCK):
+        total[start:start + blocks] += bands[:, :, start * BLOCK:(start + 1) * BLOCK].transpose(1, 2)
+    return total[span // BLOCK - 1:].flatten(0, 1)
+
+
+def narrow_band(bias: Tensor, window: Tensor) -> Tensor:
+    """What this step's window reaches of the bias: a narrow window costs less, and nothing recompiles."""
+    return bias[..., -min(bias.size(-1), (reach_of(*window.tolist()) + 1) * BLOCK):]
+
+
+# FlexAttention has no backward on the CPU: an operator of our own, opaque to the compiler.
+@torch.library.custom_op("train_gpt::banded_cpu", mutates_args=())
+def banded_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+    bias = narrow_band(bias, window)
+    out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query_blocks(q), key_bands(k, bias.size(-1)), key_bands(v, bias.size(-1)), attn_mask=bias)
+    return out.transpose(1, 2).reshape(q.shape), logsumexp.contiguous()
+
+
+@torch.library.custom_op("train_gpt::banded_cpu_backward", mutates_args=())
+def banded_cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+                        bias: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    bias = narrow_band(bias, window)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        query_blocks(grad), query_blocks(q), key_bands(k, bias.size(-1)), key_bands(v, bias.size(-1)),
+        query_blocks(out), logsumexp, 0.0, False, attn_mask=bias)
+    return dq.transpose(1, 2).reshape(q.shape), fold_bands(dk), fold_bands(dv)
+
+
+@banded_cpu.register_fake
+def _(q, k, v, bias, window):
+    return torch.empty(q.shape, dtype=q.dtype), torch.empty(bias.size(0), q.size(1), BLOCK)
+
+
+@banded_cpu_backward.register_fake
+def _(grad, q, k, v, out, logsumexp, bias, window):
+    return tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+
+
+def save_for_backward(ctx, inputs, output) -> None:
+    q, k, v, bias, window = inputs
+    ctx.save_for_backward(q, k, v, *output, bias, window)
+
+
+def backward(ctx, grad, _):
+    return *banded_cpu_backward(grad.contiguous(), *ctx.saved_tensors), None, None
+
+
+banded_cpu.register_autograd(backward, setup_context=save_for_backward)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 5  Data: token shards, memory-mapped; one shared position walks them, each rank takes its own slice
+# ------------------------------------------------------------------------------------------------------------
+
+class Shard:
+    """256 int32 of header (magic, version, number of tokens), then the tokens as uint16."""
+
+    def __init__(self, path: str):
+        self.path = path
+        try:
+            size = os.path.getsize(path)
+            with open(path, "rb") as file:
+                header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), dtype="<i4")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); fetch or make it again") from None
+        magic, version, self.num_tokens = header[:3].tolist()
+        held = max(0, size - HEADER_BYTES) / 2
+        if magic != SHARD_MAGIC:
+            raise UserError(f"{path}: not a token shard: it begins with {magic}, not {SHARD_MAGIC}; make it "
+                            "with a script of data/")
+        if version != SHARD_VERSION:
+            raise UserError(f"{path}: shard version {version}, not {SHARD_VERSION}; make it again with data/")
+        if self.num_tokens != held:
+            raise UserError(f"{path}: it claims {self.num_tokens:,} tokens and it holds {held:,.10g}; "
+                            "it is damaged or cut short: fetch or make it again")
+
+    @cached_property
+    def pages(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        out[:] = np.frombuffer(self.pages, "<u2", len(out), HEADER_BYTES + 2 * start)
+
+    def forget(self) -> None:
+        """Hand the pages that were read back to the system: resident memory does not grow with the data."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.pages.madvise(mmap.MADV_DONTNEED)
+
+
+class Loader:
+    """The batches of a set of shards, in order; batch `index` is the same at any world size.
+
+    A shard gives as many whole batches as it holds; what is left over is passed by. With segments, a batch
+    takes one from each of batch/segment evenly spaced places of the shard, and a place moves on by a segment
+    per batch: a small batch that is one contiguous stretch is mostly one article, and needs twice the tokens.
+    """
+
+    def __init__(self, pattern: str, batch_tokens: int, sequence_tokens: int, segment_tokens: int = 0,
+                 rank: int = 0, world_size: int = 1, device="cpu", vocab_size: int = 2**16):
+        self.paths = sorted(glob.glob(pattern))
+        if not self.paths:
+            raise UserError(f"{pattern}: no token shards there; ./run.sh fetches what a preset needs, and "
+                            "data/ has a script for each source")
+        self.shards = [Shard(path) for path in self.paths]
+        self.batch_tokens, self.sequence_tokens, self.vocab_size = batch_tokens, sequence_tokens, vocab_size
+        self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
+        self.segment = segment_tokens or batch_tokens
+        self.lanes = batch_tokens // self.segment
+        self.batches = [max(0, shard.num_tokens - 1) // self.lanes // self.segment for shard in self.shards]
+        self.ends = list(itertools.accumulate(self.batches))
+        self.index = 0          # the batch that comes next: all there is to know about the position
+        self.ahead = {}         # the batch being read in the background, by index
+        self.reader = ThreadPoolExecutor(1, "loader")
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def read(self, index: int) -> Tensor:
+        """This rank's share of a batch, on the host: uint16 [micro-steps, pieces, tokens + 1]."""
+        number = bisect.bisect_right(self.ends, index)
+        shard, place = self.shards[number], index - (self.ends[number] - self.batches[number])
+        stride, piece = (shard.num_tokens - 1) // self.lanes, min(self.segment, self.sequence_tokens)
+        micro_steps = self.batch_tokens // (self.world_size * self.sequence_tokens)
+        host = torch.empty((micro_steps, self.sequence_tokens // piece, piece + 1), dtype=torch.uint16,
+                           pin_memory=self.device.type == "cuda")
+        tokens = host.numpy()
+        for micro, part in np.ndindex(tokens.shape[:2]):
+            offset = (micro * self.world_size + self.rank) * self.sequence_tokens + part * piece
+            lane, inside = divmod(offset, self.segment)
+            shard.read_into(tokens[micro, part], lane * stride + place * self.segment + inside)
+        shard.forget()
+        if (highest := tokens.max()) >= self.vocab_size:
+            raise UserError(f"{shard.path}: token {highest} in its batch {place} is outside vocab_size="
+                            f"{self.vocab_size}; the shard is damaged, or was made with another tokenizer")
+        return host
+
+    def next_batch(self, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
+        """(inputs, targets) of each micro-step, on the device; the batch after is read meanwhile."""
+        if self.index >= len(self):
+            raise UserError(f"{self.paths[0]} and its fellows are used up after {len(self):,} batches "
+                            f"of {self.batch_tokens:,} tokens; add shards")
+        host = self.ahead.pop(self.index, None) or self.reader.submit(self.read, self.index)
+        tokens = host.result().to(self.device, non_blocking=True)
+        self.index += stride
+        self.ahead = {self.index: self.reader.submit(self.read, self.index)} if self.index < len(self) else {}
+        return [(pieces[:, :-1].flatten().int(), pieces[:, 1:].flatten().long()) for pieces in tokens]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 6  Schedules and optimizers
+# ------------------------------------------------------------------------------------------------------------
+
+def rate_at(hp: Hyperparameters, step: int) -> float:
+    """Factor on every learning rate: 1, then linearly to 0 over the cool-down."""
+    cooldown = hp.cooldown if hp.cooldown > 1 else hp.cooldown * hp.num_steps
+    return min(1.0, (hp.num_steps - step) / cooldown) if cooldown else 1.0
+
+
+def momentum_at(hp: Hyperparameters, step: int) -> float:
+    done = min(1.0, step / hp.muon_warmup_steps) if hp.muon_warmup_steps else 1.0
+    return (1 - done) * hp.muon_momentum_start + done * hp.muon_momentum
+
+
+def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
+    """(tokens, blocks): a query sees the keys that are fewer tokens and fewer blocks back. Never nothing."""
+    tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
+    if hp.window_unit == "block":
+        return FAR, max(1, int(tokens // BLOCK))
+    tokens = max(64, int(tokens // 64) * 64)
+    return tokens, FAR if hp.window_unit == "token" else -(-tokens // BLOCK)
+
+
+def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
+    """Which parameters go where, by name: every one in exactly one group."""
+    rates = dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
+    groups = {kind: dict(lr=lr, params={}) for kind, lr in rates.items()}
+    for name, p in model.named_parameters():
+        kind = ("embed" if name.startswith(("embed.", "value_embeds.")) else
+                "head" if name.startswith("head.") else "scalar" if p.ndim < 2 else
+                "muon" if p.ndim == 2 and name.startswith("blocks.") else None)
+        if kind is None:
+            raise UserError(f"parameter {name} has no optimizer; give it one in optimizer_groups")
+        groups[kind]["params"][name] = p
+    return groups
+
+
+def build_optimizers(hp: Hyperparameters, model: GPT, place: "Place") -> tuple[torch.optim.Adam, Muon]:
+    groups = optimizer_groups(hp, model)
+    adam = torch.optim.Adam([dict(params=list(groups[kind]["params"].values()), lr=groups[kind]["lr"])
+                             for kind in ("embed", "head", "scalar")],
+                            betas=(hp.adam_beta1, hp.adam_beta2), fused=True)
+    orthogonalize = newton_schulz
+    if place.compile and place.device.type == "cuda":
+        orthogonalize = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
+    muon = Muon(groups["muon"]["params"].values(), hp.muon_rate, hp.muon_momentum, hp.muon_nesterov,
+                hp.muon_lerp, hp.muon_decay, hp.muon_steps, place.rank, place.world_size,
+                dtype=place.muon_dtype, orthogonalize=orthogonalize)
+    for group in (*adam.param_groups, *muon.param_groups):
+        group["base_lr"] = group["lr"]
+    return adam, muon
+
+
+def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Tensor) -> None:
+    for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
+        group["lr"] = group["base_lr"] * rate_at(hp, step)
+        if "momentum" in group:
+            group["momentum"] = momentum_at(hp, step)
+    window.copy_(torch.tensor(window_at(hp, step), dtype=torch.int32), non_blocking=True)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 7  Logging and checkpoints
+# ------------------------------------------------------------------------------------------------------------
+
+class Logger:
+    """log.txt and metrics.jsonl, flushed, by rank 0 alone; a bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, hp: Hyperparameters, place: "Place"):
+        self.main, self.terminal, self.bar = place.rank == 0, sys.stdout.isatty(), None
+        if not self.main:
+            return
+        run_id = hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{uuid.uuid4().hex[:6]}"
+        self.folder = Path(hp.log_dir) / run_id
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.log = open(self.folder / "log.txt", "w", encoding="utf-8")
+            self.metrics = open(self.folder / "metrics.jsonl", "w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--log_dir={hp.log_dir}: {error.strerror}; give another folder") from None
+        self.write(Path(__file__).read_text(encoding="utf-8"), SEPARATOR,
+                   *(f"{name}: {value!r}" for name, value in as_dict(hp).items()),
+                   *environment(place), SEPARATOR, show=False)
+        self.record(start=True, hyperparameters=as_dict(hp), environment=environment(place))
+
+    def write(self, *lines: str, show: bool = True) -> None:
+        if self.main:
+            print(*lines, sep="\n", file=self.log, flush=True)
+            if show:
+                tqdm.write("\n".join(lines))
+                sys.stdout.flush()
+
+    def step(self, step: int, steps: int, name: str, loss: float, train_ms: float, show: bool = True) -> None:
+        average = train_ms / step if step else math.nan
+        self.write(f"step:{step}/{steps} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
+                   f"step_avg:{average:.2f}ms", show=show)
+
+    def record(self, **values) -> None:
+        if self.main:
+            print(json.dumps(values), file=self.metrics, flush=True)
+
+    def progress(self, done: int, total: int, loss: float, tokens_per_second: float) -> None:
+        if self.main and self.terminal:
+            self.bar = self.bar or tqdm(total=total, unit="step", file=sys.stdout, dynamic_ncols=True)
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+            self.bar.update(done - self.bar.n)
+            if done == total:
+                self.bar.close()
+
+
+def as_dict(hp: Hyperparameters) -> dict:
+    return {field.name: getattr(hp, field.name) for field in dataclasses.fields(hp)}
+
+
+def environment(place: "Place") -> list[str]:
+    name = torch.cuda.get_device_name() if place.device.type == "cuda" else platform.machine()
+    versions = (f"Python {platform.python_version()}, PyTorch {torch.__version__}, NumPy {np.__version__}, "
+                f"CUDA {torch.version.cuda}, {platform.platform()}")
+    hardware = (f"{place.world_size} × {place.device.type} ({name}), {torch.get_num_threads()} threads, "
+                f"{str(place.dtype)[6:]} activations, {str(place.muon_dtype)[6:]} Newton–Schulz, "
+                f"{place.attention} attention, "
+                f"{'compiled' if place.compile else 'not compiled' + place.why_not_compiled}")
+    return [versions, hardware]
+
+
+def save_model(path: Path, hp: Hyperparameters, model: GPT, step: int, val_loss: float) -> None:
+    """Under a temporary name first: whatever has the final name is whole."""
+    state = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=step, val_loss=val_loss,
+                 model=model.state_dict())
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def load_model(path: str, place: "Place") -> GPT:
+    """A model with the hyperparameters that it was saved with, on this device."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        assert state["format"] == CHECKPOINT_FORMAT, f"format {state['format']}, not {CHECKPOINT_FORMAT}"
+        hp = Hyperparameters(**state["hyperparameters"])
+        validate(hp)
+        model = GPT(hp, place.dtype, "banded")
+        model.load_state_dict(state["model"])
+    except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UserError(f"--checkpoint={path}: cannot be loaded ({type(error).__name__}: {reason}); give the "
+                        "model.pt of a run") from None
+    return model.to(place.device).eval()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 8  Evaluation and sampling
+# ------------------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def evaluate(hp: Hyperparameters, model: nn.Module, loader: Loader, window: Tensor, place: "Place") -> dict:
+    """Loss per token and bits per byte over the first val_tokens; the ranks take turns at the sequences."""
+    model.eval()
+    sequences, loader.index = hp.val_tokens // hp.sequence_tokens, place.rank
+    total = torch.zeros(2, dtype=torch.float64, device=place.device)  # loss, targets that are text
+    while loader.index < sequences:
+        (inputs, targets), = loader.next_batch(stride=place.world_size)
+        total += torch.stack((model(inputs, targets, window), (targets != hp.document_token).sum()))
+    model.train()
+    if place.world_size > 1:
+        dist.all_reduce(total)
+    loss, text = total.tolist()
+    return dict(val_loss=loss / sequences, bits_per_byte=loss * hp.sequence_tokens / text / math.log(2))
+
+
+def text_codec(hp: Hyperparameters) -> tuple:
+    """(text → tokens, tokens → text): bytes, or GPT-2's vocabulary."""
+    if hp.vocab_size <= 257:
+        return (lambda text: list(text.encode()),
+                lambda tokens: bytes(token for token in tokens if token < 256).decode(errors="replace"))
+    try:
+        import tiktoken
+        gpt2 = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # tiktoken fetches the vocabulary, in ways that fail in many ways
+        raise UserError(f"text needs tiktoken with GPT-2's vocabulary ({type(error).__name__}); install "
+                        "data/requirements.txt on a machine with network") from None
+    return gpt2.encode_ordinary, gpt2.decode
+
+
+@torch.no_grad()
+def sample(model: GPT, prompt: str, hp: Hyperparameters) -> str:
+    """The prompt and its continuation; hp has the settings of sampling, the model those of its training."""
+    encode, decode = text_codec(model.hp)
+    generator, device = torch.Generator().manual_seed(hp.seed), model.skip_weights.device
+    tokens = [model.hp.document_token, *encode(prompt)]
+    window = torch.tensor(window_at(model.hp, model.hp.num_steps), dtype=torch.int32, device=device)
+    room = min(model.hp.sequence_tokens, (band_reach(model.hp) + 2) * BLOCK)
+    for _ in range(hp.sample_tokens):
+        context = tokens[-room:]
+        padded = torch.tensor(context + [model.hp.document_token] * (-len(context) % BLOCK), device=device)
+        logits = model(padded, None, window)[len(context) - 1, :model.hp.vocab_size].float().cpu()
+        if hp.top_k:
+            logits[logits < logits.topk(min(hp.top_k, len(logits))).values[-1]] = -math.inf
+        if hp.temperature:
+            chances = (logits / hp.temperature).softmax(0)
+            tokens.append(torch.multinomial(chances, 1, generator=generator).item())
+        else:
+            tokens.append(logits.argmax().item())
+    return decode(tokens[1:])
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 9  Train and main
+# ------------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Place:
+    """Where this process runs, and what follows from the hardware."""
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32          # of activations
+    muon_dtype: torch.dtype = torch.float32     # of Newton–Schulz
+    attention: str = "banded"
+    compile: bool = False
+    why_not_compiled: str = ""
+
+
+def find_place(hp: Hyperparameters) -> Place:
+    """Rank and world size come from torchrun; without it there is one process, and no process group."""
+    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in
+                                    (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    kind = hp.device if hp.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and local_rank >= torch.cuda.device_count():
+        raise UserError(f"--device=cuda: rank {rank} needs GPU {local_rank} and there are "
+                        f"{torch.cuda.device_count()}; start one process per GPU, or give --device=cpu")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device=mps: this machine has none; give --device=cpu")
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    cpu = torch.cpu.get_capabilities() if kind == "cpu" else {}
+    bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    compiled, why_not = choose_compile(hp, kind)
+    can_flex = kind == "cuda" and compiled
+    attention = hp.attention if hp.attention != "auto" else "flex" if can_flex else "banded"
+    if attention == "flex" and not can_flex:
+        raise UserError("--attention=flex: it trains only on CUDA and compiled; give --attention=banded")
+    return Place(rank, world_size, device, pick_dtype(hp.dtype, bf16),
+                 pick_dtype(hp.muon_dtype, bf16 or cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
+                 attention, compiled, why_not)
+
+
+def pick_dtype(name: str, has_bf16: bool) -> torch.dtype:
+    return torch.bfloat16 if name == "bfloat16" or name == "auto" and has_bf16 else torch.float32
+
+
+def choose_compile(hp: Hyperparameters, kind: str) -> tuple[bool, str]:
+    """(compile?, why not). On a CPU steps get a fifth faster, after a minute: it pays in long runs."""
+    compiler = {"cuda": "triton" if kind == "cuda" and importable("triton") else "", "mps": "",
+                "cpu": next(filter(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")), "")}[kind]
+    flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
+    if not compiler and hp.compile != "no":
+        missing = {"cuda": "Triton", "cpu": "C++ compiler (g++ or clang++)", "mps": "compiler for it"}[kind]
+        if hp.compile == "yes":
+            raise UserError(f"--compile=yes: there is no {missing} here; install one, or give --compile=no")
+        return False, f": there is no {missing} here"
+    if hp.compile == "auto" and kind == "cpu" and flops < 1e14:
+        return False, ": too short a run to earn it back on a CPU"
+    return hp.compile != "no", ""
+
+
+def importable(module: str) -> bool:
+    with contextlib.suppress(ImportError):
+        return bool(__import__(module))
+    return False
+
+
+def start_up(place: Place, hp: Hyperparameters) -> None:
+    """What has to happen in the process before anything else."""
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+        torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA and autograd come up now
+        torch._inductor.config.coordinate_descent_tuning = hp.tune_kernels
+    elif place.device.type == "cpu":
+        torch.use_deterministic_algorithms(True)  # bit-for-bit repeatable; on CUDA it would cost speed
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    if place.world_size > 1:
+        dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo",
+                                device_id=place.device if place.device.type == "cuda" else None)
+
+
+class Trainer:
+    """Everything that a run is made of, and one step of it."""
+
+    def __init__(self, hp: Hyperparameters, place: Place):
+        self.hp, self.place = hp, place
+        unit = place.world_size * hp.sequence_tokens
+        if hp.batch_tokens % unit:
+            refuse("batch_tokens", hp.batch_tokens, f"a multiple of ranks × sequence_tokens = "
+                   f"{place.world_size} × {hp.sequence_tokens}", nearest_multiple(hp.batch_tokens, unit))
+        self.train_data = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
+                                 place.rank, place.world_size, place.device, hp.vocab_size)
+        self.val_data = Loader(hp.val_files, hp.sequence_tokens, hp.sequence_tokens, device=place.device,
+                               vocab_size=hp.vocab_size)
+        torch.manual_seed(hp.seed)
+        self.model = GPT(hp, place.dtype, place.attention).to(place.device)
+        self.window = torch.zeros(2, dtype=torch.int32, device=place.device)
+        self.optimizers = build_optimizers(hp, self.model, place)
+        self.forward = self.model
+        if place.compile:
+            self.forward = torch.compile(self.model, dynamic=False, fullgraph=True)
+        self.parallel = self.forward if place.world_size == 1 else DistributedDataParallel(
+            self.forward, device_ids=[place.device] if place.device.type == "cuda" else None,
+            forward_sync_buffers=False, gradient_as_bucket_view=True)
+
+    def check_budget(self) -> None:
+        """Refuse to start a run that would use up its shards."""
+        hp = self.hp
+        for files, data, needed, asked in (
+                ("train_files", self.train_data, hp.num_steps, "num_steps"),
+                ("val_files", self.val_data, hp.val_tokens // hp.sequence_tokens, "val_tokens")):
+            if len(data) < needed:
+                missing = -(-(needed - len(data)) // max(1, *data.batches))
+                raise UserError(f"--{files}={getattr(hp, files)}: {len(data.paths)} shards hold {len(data)} "
+                                f"batches of {data.batch_tokens} tokens, --{asked}={getattr(hp, asked)} asks "
+                                f"for {needed}; get {missing} more shards with data/, or lower --{asked}")
+
+    def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
+        """One optimizer step. Returns the mean loss over all ranks; one that is not finite stops them all."""
+        set_schedules(self.hp, step, self.optimizers, self.window)
+        mean = torch.zeros((), device=self.place.device)
+        for micro, (inputs, targets) in enumerate(batch, 1):
+            last = micro == len(batch)
+            with contextlib.nullcontext() if last or self.place.world_size == 1 else self.parallel.no_sync():
+                loss = self.parallel(inputs, targets, self.window) / len(batch)
+                mean += loss.detach()
+                if last:
+                    read = self.send(mean)
+                loss.backward()
+        if not math.isfinite(loss := read()):
+            raise UserError(f"the loss of step {step + 1} is {loss}: {self.first_not_finite()}; lower the "
+                            f"rates, or look at batch {step} of {self.hp.train_files}")
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def send(self, mean: Tensor):
+        """Send the loss to the host ahead of the backward pass: to read it after that stalls nothing."""
+        if self.place.world_size > 1:
+            dist.all_reduce(mean)
+            mean /= self.place.world_size
+        if self.place.device.type != "cuda":
+            return mean.item
+        host, arrived = torch.empty((), pin_memory=True), torch.cuda.Event()
+        host.copy_(mean, non_blocking=True)
+        arrived.record()
+        return lambda: (arrived.synchronize(), host.item())[1]
+
+    def first_not_finite(self) -> str:
+        for kind, tensor_of in (("parameter", lambda p: p), ("gradient", lambda p: p.grad)):
+            for name, p in self.model.named_parameters():
+                if not tensor_of(p).isfinite().all():
+                    return f"the first {kind} that is not finite is that of {name}"
+        return "all parameters and gradients are finite"
+
+    def warm_up(self) -> None:
+        """Compile every path on made-up tokens, then put everything back as it was."""
+        hp, unit = self.hp, self.place.world_size * self.hp.sequence_tokens
+        weights = [p.detach().clone() for p in self.model.parameters()]
+        states = copy.deepcopy([optimizer.state_dict() for optimizer in self.optimizers])
+        random = torch.random.get_rng_state()
+        tokens = torch.arange(hp.sequence_tokens + 1, device=self.place.device) % hp.vocab_size
+        batch = [(tokens[:-1].int(), tokens[1:].long())] * (hp.batch_tokens // unit)
+        for step in (0, hp.num_steps - 1):
+            self.step(batch, step)
+        with torch.no_grad():
+            self.forward.eval()(*batch[0], self.window)
+            for p, weight in zip(self.model.parameters(), weights):
+                p.copy_(weight)
+        self.forward.train()
+        for optimizer, state in zip(self.optimizers, states):
+            optimizer.state.clear()
+            optimizer.load_state_dict(state)
+        torch.random.set_rng_state(random)
+
+
+class Clock:
+    """Milliseconds of wall time by kind of work; waits for the device at each change."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.kind, self.since, self.ms = device, None, 0.0, dict(warmup=0.0, train=0.0, val=0.0)
+
+    def switch(self, kind: str | None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.ms, self.kind, self.since = self.now(), kind, time.perf_counter()
+
+    def now(self) -> dict[str, float]:
+        since = 1000 * (time.perf_counter() - self.since)
+        return self.ms | ({self.kind: self.ms[self.kind] + since} if self.kind else {})
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    import resource  # not on Windows
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**10 if sys.platform == "linux" else 2**20)
+
+
+def compiled_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def train(hp: Hyperparameters, place: Place) -> float:
+    """The whole run; returns the final validation loss."""
+    trainer = Trainer(hp, place)
+    trainer.check_budget()
+    log, clock = Logger(hp, place), Clock(place.device)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    log.write(*environment(place),
+              f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens")
+    clock.switch("warmup")
+    if place.compile:
+        log.write("compiling and warming up …")
+        trainer.warm_up()
+    graphs = compiled_graphs()
+    clock.switch("train")
+    for step in range(hp.num_steps + 1):
+        last, tokens = step == hp.num_steps, step * hp.batch_tokens
+        if last or hp.val_every and step % hp.val_every == 0:
+            clock.switch("val")
+            set_schedules(hp, step, trainer.optimizers, trainer.window)
+            result = evaluate(hp, trainer.forward, trainer.val_data, trainer.window, place)
+            clock.switch("train")
+            log.step(step, hp.num_steps, "val_loss", result["val_loss"], clock.ms["train"])
+            log.record(step=step, tokens=tokens, **result, **state_of(trainer, clock))
+        if last:
+            break
+        loss = trainer.step(trainer.train_data.next_batch(), step)
+        done, tokens, train_ms = step + 1, tokens + hp.batch_tokens, clock.now()["train"]
+        if done % hp.log_every == 0 or done in (1, hp.num_steps):
+            log.step(done, hp.num_steps, "train_loss", loss, train_ms, show=not log.terminal)
+            log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock))
+        log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
+    clock.switch(None)
+    if place.rank == 0:
+        finish(trainer, log, clock, result, compiled_graphs() - graphs)
+    return result["val_loss"]
+
+
+def state_of(trainer: Trainer, clock: Clock) -> dict:
+    """What a line of metrics.jsonl says beside the loss."""
+    adam, muon = (optimizer.param_groups for optimizer in trainer.optimizers)
+    rates = dict(zip(("embed", "head", "scalar", "muon"), (group["lr"] for group in (*adam, muon[0]))))
+    return dict(rates=rates, momentum=muon[0]["momentum"],
+                window=[size if size < FAR else None for size in trainer.window.tolist()],
+                times_ms=clock.now(), memory_mib=peak_memory_mib(trainer.place.device))
+
+
+def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles: int) -> None:
+    """The end of a run, for a person: loss, clocks, memory, a sample, where things are."""
+    hp, val_loss, model_path = trainer.hp, result["val_loss"], log.folder / "model.pt"
+    if hp.save_model:
+        save_model(model_path, hp, trainer.model, hp.num_steps, val_loss)
+    in_bytes = f", {result['bits_per_byte']:.4f} bits per byte" if hp.vocab_size <= 257 else ""
+    reached = "reached" if val_loss <= hp.target_loss else "not reached"
+    log.write(f"final validation loss {val_loss:.4f}{in_bytes} (target {hp.target_loss} {reached}) after "
+              f"{hp.num_steps * hp.batch_tokens:,} tokens",
+              "clocks: " + ", ".join(f"{kind} {ms / 1000:.1f} s" for kind, ms in clock.ms.items()),
+              f"recompiles after warm-up: {recompiles}; peak memory: "
+              f"{peak_memory_mib(trainer.place.device):,.0f} MiB")
+    log.record(end=True, **result, recompiles=recompiles, times_ms=clock.ms)
+    trainer.model.attention = "banded"  # sampling is not compiled
+    try:
+        log.write("sample:", sample(trainer.model.eval(), "", hp))
+    except UserError as error:
+        log.write(f"no sample: {error}")
+    log.write(f"log: {log.folder / 'log.txt'}", *([f"model: {model_path}"] if hp.save_model else []))
+
+
+def main(arguments: list[str]) -> int:
+    if {"--help", "-h"} & set(arguments):
+        print(help_text())
+        return 0
+    try:
+        hp = parse_command_line(arguments)
+        if hp.show:
+            print(*(f"{name}={value}" for name, value in as_dict(hp).items()), sep="\n")
+            return 0
+        place = find_place(hp)
+        if hp.checkpoint:
+            print(sample(load_model(hp.checkpoint, place), hp.sample, hp))
+            return 0
+        start_up(place, hp)
+        train(hp, place)
+        return 0
+    except UserError as error:
+        if (rank := int(os.environ.get("RANK", 0))):
+            time.sleep(2)  # what all ranks have to say, rank 0 says alone: torchrun then stops the others
+        print(f"error on rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
