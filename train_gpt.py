@@ -81,6 +81,7 @@ class Hyperparameters:
     batch_tokens: int = 8 * 64 * 1024   # tokens per step over all ranks, whatever the world size
     sequence_tokens: int = 64 * 1024    # tokens per forward pass of one rank; a multiple of 128
     segment_tokens: int = 0             # a batch is stretches this long from evenly spaced places; 0: one
+    epochs: int = 1                     # times the shards may be walked through; above 1: in shuffled order
     val_every: int = 125                # steps between validations; 0: only at the end
     val_tokens: int = 10_485_760        # tokens validated on, always the same first ones
     target_loss: float = 3.28           # validation loss that the run is meant to reach
@@ -130,9 +131,10 @@ class Hyperparameters:
     run_id: str = ""                    # name of that folder; empty: the time and a random word
     log_every: int = 10                 # steps between lines with the training loss
     save_model: bool = True             # write model.pt at the end
+    hellaswag: str = ""                 # folder of data/hellaswag.py to score, at the end or with checkpoint
     # instead of training
     show: bool = False                  # print the hyperparameters as resolved, and stop
-    checkpoint: str = ""                # saved model to sample from
+    checkpoint: str = ""                # saved model to sample from, or to score
     sample: str = ""                    # text to continue from the checkpoint
     sample_tokens: int = 200            # length of a sample
     temperature: float = 0.8            # of sampling; 0: always the likeliest token
@@ -257,7 +259,7 @@ def parse_command_line(arguments: list[str]) -> Hyperparameters:
 
 AT_LEAST_1 = ("vocab_size", "vocab_multiple", "num_steps", "batch_tokens", "sequence_tokens", "val_tokens",
               "num_layers", "num_heads", "model_dim", "mlp_ratio", "window_start", "window_end", "muon_steps",
-              "log_every")
+              "log_every", "epochs")
 AT_LEAST_0 = ("segment_tokens", "val_every", "softcap", "embed_rate", "head_rate", "scalar_rate", "muon_rate",
               "muon_decay", "muon_warmup_steps", "cooldown", "temperature", "top_k", "sample_tokens", "seed",
               "document_token")
@@ -716,21 +718,58 @@ class Shard:
             self.pages.madvise(mmap.MADV_DONTNEED)
 
 
+def read_manifest(folder: Path) -> dict:
+    """What the scripts of data/ say about their shards; empty where they did not make them."""
+    path = folder / "manifest.json"
+    if not path.exists():
+        return {}
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not (manifest["format"] == 1 and manifest["complete"]):
+            raise UserError(f"{path}: not complete, or of another format; run the script that made it again")
+        shards = {entry["file"]: (entry["tokens"], entry["text_bytes"]) for entry in manifest["shards"]}
+        return manifest | dict(shards=shards)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); make it again") from None
+
+
+def check_manifest(hp: Hyperparameters, shards: list[Shard]) -> float | None:
+    """Refuse shards made for other hyperparameters; returns their bytes of text per token, if known."""
+    tokens, text_bytes = 0, 0
+    for shard in shards:
+        path = Path(shard.path)
+        if not (manifest := read_manifest(path.parent)):
+            return None
+        for name in ("vocab_size", "document_token"):
+            if manifest.get(name) != getattr(hp, name):
+                refuse(name, getattr(hp, name), f"that of {path.parent}/manifest.json", manifest.get(name))
+        held, text = manifest["shards"].get(path.name, (None, None))
+        if held != shard.num_tokens:
+            raise UserError(f"{path}: holds {shard.num_tokens} tokens, its manifest says {held}; remake it")
+        tokens, text_bytes = tokens + held, None if text is None or text_bytes is None else text_bytes + text
+    return text_bytes / tokens if text_bytes else None
+
+
 class Loader:
     """The batches of a set of shards, in order; batch `index` is the same at any world size.
 
     A shard gives as many whole batches as it holds; what is left over is passed by. With segments, a batch
     takes one from each of batch/segment evenly spaced places of the shard, and a place moves on by a segment
     per batch: a small batch that is one contiguous stretch is mostly one article, and needs twice the tokens.
+    Over several epochs, each goes through the shards in an order of its own.
     """
 
     def __init__(self, pattern: str, batch_tokens: int, sequence_tokens: int, segment_tokens: int = 0,
-                 rank: int = 0, world_size: int = 1, device="cpu", vocab_size: int = 2**16):
+                 rank: int = 0, world_size: int = 1, device="cpu", vocab_size: int = 2**16, epochs: int = 1,
+                 seed: int = 0):
         self.paths = sorted(glob.glob(pattern))
         if not self.paths:
             raise UserError(f"{pattern}: no token shards there; ./run.sh fetches what a preset needs, and "
                             "data/ has a script for each source")
-        self.shards = [Shard(path) for path in self.paths]
+        shards = [Shard(path) for path in self.paths]
+        shuffle = np.random.default_rng(seed).permutation
+        order = shuffle if epochs > 1 else range
+        self.shards = [shards[number] for _ in range(epochs) for number in order(len(shards))]
         self.batch_tokens, self.sequence_tokens, self.vocab_size = batch_tokens, sequence_tokens, vocab_size
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.segment = segment_tokens or batch_tokens
@@ -773,6 +812,25 @@ class Loader:
         self.index += stride
         self.ahead = {self.index: self.reader.submit(self.read, self.index)} if self.index < len(self) else {}
         return [(pieces[:, :-1].flatten().int(), pieces[:, 1:].flatten().long()) for pieces in tokens]
+
+
+def check_budget(pattern: str, loader: Loader, needed: int, asked: str, command: str) -> None:
+    """Refuse to start a run that would use up its shards."""
+    if len(loader) < needed:
+        missing = -(-(needed - len(loader)) // max(1, *loader.batches))
+        repeat = ", or let them repeat with --epochs=…" if asked == "num_steps" else ""
+        raise UserError(f"{pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
+                        f"{loader.batch_tokens} tokens and --{asked} asks for {needed}: {missing} shards are "
+                        f"missing; {command}{repeat}, or lower --{asked}")
+
+
+def fetch_command(hp: Hyperparameters) -> str:
+    """The command that gets as many shards as the run needs."""
+    if "data/fineweb" in hp.train_files:
+        return f"get them with: python data/fineweb.py {-(-hp.num_steps // ((10**8 - 1) // hp.batch_tokens))}"
+    if "data/enwik8" in hp.train_files:
+        return "get them with: python data/enwik8.py"
+    return "make them with: python data/tokenize_text.py"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -930,19 +988,22 @@ def load_model(path: str, place: "Place") -> GPT:
 # ------------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def evaluate(hp: Hyperparameters, model: nn.Module, loader: Loader, window: Tensor, place: "Place") -> dict:
-    """Loss per token and bits per byte over the first val_tokens; the ranks take turns at the sequences."""
+def evaluate(hp: Hyperparameters, model: nn.Module, loader: Loader, window: Tensor, place: "Place",
+             bytes_per_token: float | None = None) -> dict:
+    """Loss per token, and bits per byte of text where that is known, over the first val_tokens."""
     model.eval()
     sequences, loader.index = hp.val_tokens // hp.sequence_tokens, place.rank
     total = torch.zeros(2, dtype=torch.float64, device=place.device)  # loss, targets that are text
-    while loader.index < sequences:
+    while loader.index < sequences:  # the ranks take turns, whatever their number
         (inputs, targets), = loader.next_batch(stride=place.world_size)
         total += torch.stack((model(inputs, targets, window), (targets != hp.document_token).sum()))
     model.train()
     if place.world_size > 1:
         dist.all_reduce(total)
     loss, text = total.tolist()
-    return dict(val_loss=loss / sequences, bits_per_byte=loss * hp.sequence_tokens / text / math.log(2))
+    text = text if hp.vocab_size <= 257 else (bytes_per_token or 0) * hp.val_tokens  # bytes count themselves
+    bits = loss * hp.sequence_tokens / text / math.log(2) if text else None
+    return dict(val_loss=loss / sequences, bits_per_byte=bits)
 
 
 def text_codec(hp: Hyperparameters) -> tuple:
@@ -979,6 +1040,65 @@ def sample(model: GPT, prompt: str, hp: Hyperparameters) -> str:
         else:
             tokens.append(logits.argmax().item())
     return decode(tokens[1:])
+
+
+@torch.no_grad()
+def score_hellaswag(folder: str, model: GPT, place: "Place", tokens: int = 4096) -> dict:
+    """Accuracy; the model's answer is the ending with the lowest mean loss.
+
+    Many rows (a context and an ending) are packed into one sequence: the document mask keeps them apart.
+    """
+    hp, (path, rows, tasks) = model.hp, read_hellaswag(folder, model.hp)
+    packs = pack_rows([len(row) for row in rows], min(tokens, hp.sequence_tokens), path)
+    window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=place.device)
+    losses = torch.zeros(len(rows), dtype=torch.float64, device=place.device)
+    for pack in packs[place.rank::place.world_size]:
+        packed = np.concatenate([rows[number] for number in pack])
+        padded = np.pad(packed, (0, -len(packed) % BLOCK), constant_values=hp.document_token)
+        inputs = torch.from_numpy(padded.astype(np.int64)).to(place.device)
+        each = F.cross_entropy(model(inputs, None, window)[:-1], inputs[1:], reduction="none")
+        start = 0
+        for number in pack:
+            context, end = tasks[number // 4][0], start + len(rows[number])
+            losses[number] = each[start + context - 1:end - 1].mean()
+            start = end
+    if place.world_size > 1:
+        dist.all_reduce(losses)
+    answers = losses.view(-1, 4).argmin(dim=1).tolist()
+    right = sum(answer == label for answer, (_, label) in zip(answers, tasks))
+    return dict(hellaswag=right / len(tasks), tasks=len(tasks), losses=losses.tolist())
+
+
+def read_hellaswag(folder: str, hp: Hyperparameters) -> tuple[str, list[np.ndarray], list]:
+    """(the shard, its rows, for each task [context tokens, label]) as data/hellaswag.py wrote them."""
+    shard = Shard(str(Path(folder) / "hellaswag_val_000000.bin"))
+    check_manifest(hp, [shard])
+    tokens = np.empty(shard.num_tokens, np.uint16)
+    shard.read_into(tokens, 0)
+    rows = np.split(tokens, np.flatnonzero(tokens == hp.document_token))[1:]
+    try:
+        tasks = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))["tasks"]
+        assert len(rows) == 4 * len(tasks) > 0 and tokens.max() < hp.vocab_size
+        assert all(0 < tasks[n // 4][0] < len(row) for n, row in enumerate(rows))
+        assert all(label in range(4) for _, label in tasks)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
+        raise UserError(f"--hellaswag={folder}: tasks and tokens do not fit ({type(error).__name__}); make "
+                        "it again with python data/hellaswag.py") from None
+    return shard.path, rows, tasks
+
+
+def pack_rows(lengths: list[int], room: int, path: str) -> list[list[int]]:
+    """Rows in order, as many to a sequence as fit."""
+    packs, used = [], room
+    for number, length in enumerate(lengths):
+        if length > room:
+            raise UserError(f"{path}: row {number} has {length} tokens, more than the {room} of a sequence")
+        if used + length > room:
+            packs.append([])
+            used = 0
+        packs[-1].append(number)
+        used += length
+    return packs
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1070,9 +1190,15 @@ class Trainer:
             refuse("batch_tokens", hp.batch_tokens, f"a multiple of ranks × sequence_tokens = "
                    f"{place.world_size} × {hp.sequence_tokens}", nearest_multiple(hp.batch_tokens, unit))
         self.train_data = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
-                                 place.rank, place.world_size, place.device, hp.vocab_size)
+                                 place.rank, place.world_size, place.device, hp.vocab_size, hp.epochs,
+                                 hp.seed)
         self.val_data = Loader(hp.val_files, hp.sequence_tokens, hp.sequence_tokens, device=place.device,
                                vocab_size=hp.vocab_size)
+        check_budget(hp.train_files, self.train_data, hp.num_steps, "num_steps", fetch_command(hp))
+        check_budget(hp.val_files, self.val_data, hp.val_tokens // hp.sequence_tokens, "val_tokens",
+                     fetch_command(hp))
+        check_manifest(hp, self.train_data.shards)
+        self.bytes_per_token = check_manifest(hp, self.val_data.shards)
         torch.manual_seed(hp.seed)
         self.model = GPT(hp, place.dtype, place.attention).to(place.device)
         self.window = torch.zeros(2, dtype=torch.int32, device=place.device)
@@ -1083,18 +1209,6 @@ class Trainer:
         self.parallel = self.forward if place.world_size == 1 else DistributedDataParallel(
             self.forward, device_ids=[place.device] if place.device.type == "cuda" else None,
             forward_sync_buffers=False, gradient_as_bucket_view=True)
-
-    def check_budget(self) -> None:
-        """Refuse to start a run that would use up its shards."""
-        hp = self.hp
-        for files, data, needed, asked in (
-                ("train_files", self.train_data, hp.num_steps, "num_steps"),
-                ("val_files", self.val_data, hp.val_tokens // hp.sequence_tokens, "val_tokens")):
-            if len(data) < needed:
-                missing = -(-(needed - len(data)) // max(1, *data.batches))
-                raise UserError(f"--{files}={getattr(hp, files)}: {len(data.paths)} shards hold {len(data)} "
-                                f"batches of {data.batch_tokens} tokens, --{asked}={getattr(hp, asked)} asks "
-                                f"for {needed}; get {missing} more shards with data/, or lower --{asked}")
 
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
         """One optimizer step. Returns the mean loss over all ranks; one that is not finite stops them all."""
@@ -1186,7 +1300,6 @@ def compiled_graphs() -> int:
 def train(hp: Hyperparameters, place: Place) -> float:
     """The whole run; returns the final validation loss."""
     trainer = Trainer(hp, place)
-    trainer.check_budget()
     log, clock = Logger(hp, place), Clock(place.device)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     log.write(*environment(place),
@@ -1202,7 +1315,8 @@ def train(hp: Hyperparameters, place: Place) -> float:
         if last or hp.val_every and step % hp.val_every == 0:
             clock.switch("val")
             set_schedules(hp, step, trainer.optimizers, trainer.window)
-            result = evaluate(hp, trainer.forward, trainer.val_data, trainer.window, place)
+            result = evaluate(hp, trainer.forward, trainer.val_data, trainer.window, place,
+                              trainer.bytes_per_token)
             clock.switch("train")
             log.step(step, hp.num_steps, "val_loss", result["val_loss"], clock.ms["train"])
             log.record(step=step, tokens=tokens, **result, **state_of(trainer, clock))
@@ -1215,8 +1329,13 @@ def train(hp: Hyperparameters, place: Place) -> float:
             log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock))
         log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
     clock.switch(None)
+    recompiles, trainer.model.attention = compiled_graphs() - graphs, "banded"  # what follows is not compiled
+    if hp.hellaswag:
+        score = score_hellaswag(hp.hellaswag, trainer.model.eval(), place)
+        log.write(f"HellaSwag accuracy {score['hellaswag']:.4f} of {score['tasks']:,} tasks")
+        log.record(**{name: score[name] for name in ("hellaswag", "tasks")})
     if place.rank == 0:
-        finish(trainer, log, clock, result, compiled_graphs() - graphs)
+        finish(trainer, log, clock, result, recompiles)
     return result["val_loss"]
 
 
@@ -1234,7 +1353,7 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
     hp, val_loss, model_path = trainer.hp, result["val_loss"], log.folder / "model.pt"
     if hp.save_model:
         save_model(model_path, hp, trainer.model, hp.num_steps, val_loss)
-    in_bytes = f", {result['bits_per_byte']:.4f} bits per byte" if hp.vocab_size <= 257 else ""
+    in_bytes = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     reached = "reached" if val_loss <= hp.target_loss else "not reached"
     log.write(f"final validation loss {val_loss:.4f}{in_bytes} (target {hp.target_loss} {reached}) after "
               f"{hp.num_steps * hp.batch_tokens:,} tokens",
@@ -1242,12 +1361,20 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
               f"recompiles after warm-up: {recompiles}; peak memory: "
               f"{peak_memory_mib(trainer.place.device):,.0f} MiB")
     log.record(end=True, **result, recompiles=recompiles, times_ms=clock.ms)
-    trainer.model.attention = "banded"  # sampling is not compiled
     try:
         log.write("sample:", sample(trainer.model.eval(), "", hp))
     except UserError as error:
         log.write(f"no sample: {error}")
     log.write(f"log: {log.folder / 'log.txt'}", *([f"model: {model_path}"] if hp.save_model else []))
+
+
+def use_model(model: GPT, hp: Hyperparameters, place: Place) -> None:
+    """What else there is to do with a saved model than train it."""
+    if hp.hellaswag:
+        score = score_hellaswag(hp.hellaswag, model, place)
+    if place.rank == 0:
+        print(f"HellaSwag accuracy {score['hellaswag']:.4f} of {score['tasks']:,} tasks" if hp.hellaswag else
+              sample(model, hp.sample, hp))
 
 
 def main(arguments: list[str]) -> int:
@@ -1260,15 +1387,15 @@ def main(arguments: list[str]) -> int:
             print(*(f"{name}={value}" for name, value in as_dict(hp).items()), sep="\n")
             return 0
         place = find_place(hp)
-        if hp.checkpoint:
-            print(sample(load_model(hp.checkpoint, place), hp.sample, hp))
-            return 0
         start_up(place, hp)
-        train(hp, place)
+        if hp.checkpoint:
+            use_model(load_model(hp.checkpoint, place), hp, place)
+        else:
+            train(hp, place)
         return 0
     except UserError as error:
         if (rank := int(os.environ.get("RANK", 0))):
-            time.sleep(2)  # what all ranks have to say, rank 0 says alone: torchrun then stops the others
+            time.sleep(10)  # what all ranks have to say, rank 0 says alone: torchrun then stops the others
         print(f"error on rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
         return 2
     finally:

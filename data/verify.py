@@ -3,27 +3,27 @@
 For each shard: header, size, sha256, token range, number of documents, bytes of text, against manifest.json
 where there is one. Then across splits: no document of validation may occur in train, nor any 1024 tokens in a
 row of one; the same is looked for in test, and only noted (enwik8's customary test part shares one such
-stretch with its train part). Prints a table; exits with 1 and names the shard if anything is wrong. """
+stretch with its train part). Prints a table; exits with 1 and names the shard if anything is wrong.
+"""
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from shards import (MANIFEST, SPLITS, Flags, UserError, BYTE_LENGTHS, describe, header_fault, map_tokens,
-                    read_manifest,
-                    run)
+from shards import (BYTE_LENGTHS, MANIFEST, SPLITS, Flags, UserError, describe, header_fault, map_tokens,
+                    read_manifest, run)
 
 WINDOW = 1024           # tokens in a row that train and validation may not share
-BLOCK = WINDOW // 2     # any window holds at least one whole block, if blocks are counted from a document's start
+BLOCK = WINDOW // 2     # any window holds a whole block, if blocks are counted from a document's start
 CHUNK = 1 << 20         # tokens hashed at a time
 SHOWN = 10              # overlaps that are printed
 BASE, TABLE_SEED = 0x9E3779B97F4A7C15, 20240520
-DOCUMENT_TOKENS = {"fineweb": (50257, 50256), "enwik8": (257,
-                                                         256)}  # vocabulary where there is no manifest, by prefix
+# Size of the vocabulary and document token where there is no manifest, by the beginning of the shards' names.
+KNOWN = {"fineweb": (50257, 50256), "enwik8": (257, 256)}
 
 
-# Each shard by itself ------------------------------------------------------------------------------------------
+# Each shard by itself -------------------------------------------------------------------------------------
 
 def find_shards(folder: Path) -> list[dict]:
     """The shards of a folder without a manifest, as the public ones are; the split is in their names."""
@@ -35,10 +35,9 @@ def find_shards(folder: Path) -> list[dict]:
 def folder_faults(folder: Path, manifest: dict) -> list[str]:
     """What is wrong with the set as a whole."""
     names = {entry["file"] for entry in manifest["shards"]}
-    faults = [] if manifest["complete"] else [f"{MANIFEST}: not complete: the script that makes the shards "
-                                              "was interrupted"]
-    return faults + [f"{entry['file']}: not in {MANIFEST}" for entry in find_shards(folder)
-                     if entry["file"] not in names]
+    unlisted = [entry["file"] for entry in find_shards(folder) if entry["file"] not in names]
+    unfinished = f"{MANIFEST}: not complete: the script that makes the shards was interrupted; run it again"
+    return [unfinished] * (not manifest["complete"]) + [f"{name}: not in {MANIFEST}" for name in unlisted]
 
 
 def shard_faults(path: Path, entry: dict, about: dict) -> tuple[dict, list[str]]:
@@ -48,8 +47,8 @@ def shard_faults(path: Path, entry: dict, about: dict) -> tuple[dict, list[str]]
     lengths = BYTE_LENGTHS if about.get("tokenizer") == "bytes" else None
     tokens = map_tokens(path)
     highest = int(tokens.max(initial=0))
-    faults = [f"holds token {highest}, outside the vocabulary of "
-              f"{about['vocab_size']}"] * (highest >= about["vocab_size"])
+    vocab_size = about["vocab_size"]
+    faults = [f"holds token {highest}, outside the vocabulary of {vocab_size}"] * (highest >= vocab_size)
     found = describe(path, entry["split"], about["document_token"], None if faults else lengths)
     for key, meaning in (("tokens", "tokens"), ("documents", "documents"), ("text_bytes", "bytes of text")):
         if key in entry and None not in (found[key], entry[key]) and found[key] != entry[key]:
@@ -59,7 +58,7 @@ def shard_faults(path: Path, entry: dict, about: dict) -> tuple[dict, list[str]]
     return found, faults
 
 
-# Across splits -------------------------------------------------------------------------------------------------
+# Across splits --------------------------------------------------------------------------------------------
 
 class Stream:
     """The tokens of a split's shards, one after the other."""
@@ -82,14 +81,16 @@ class Stream:
     def where(self, position: int) -> str:
         """The shard that a position is in, and the place in it."""
         number = int(np.searchsorted(self.ends, position, side="right"))
-        return f"{self.paths[number].name} at token {position - (int(self.ends[number - 1]) if number else 0):,}"
+        begin = int(self.ends[number - 1]) if number else 0
+        return f"{self.paths[number].name} at token {position - begin:,}"
 
 
 class Hasher:
     """Polynomial hashes modulo 2**64 of stretches of tokens, all at once from running sums.
 
     The sum over a stretch that begins at i is BASE**i times its hash; dividing by BASE**i, which is odd and
-    so has an inverse, makes the hash the same wherever the stretch stands. """
+    so has an inverse, makes the hash the same wherever the stretch stands.
+    """
 
     def __init__(self, size: int):
         generator = np.random.default_rng(TABLE_SEED)
@@ -124,9 +125,7 @@ class Documents:
 
     @classmethod
     def find(cls, tokens: np.ndarray, document_token: int, at_start: bool) -> "Documents":
-        """`at_start`: what comes before the first document token is a document's end, with which the stream
-        begins.
-        """
+        """`at_start`: the stream begins here, so what precedes the first document token is a document too."""
         places = np.flatnonzero(tokens == document_token)
         starts, ends = places + 1, np.append(places, len(tokens))
         starts, ends = (np.insert(starts, 0, 0), ends) if at_start else (starts, ends[1:])
@@ -151,15 +150,14 @@ class Overlaps:
                   zip(self.documents.starts[long], self.documents.ends[long])]
         self.block_places = np.concatenate([np.empty(0, np.int64), *starts])
         self.short_places = self.documents.starts[~long]
-        self.block_hashes = self.hash_places(tokens, self.block_places, np.full(len(self.block_places),
-                                                                                BLOCK))
+        block_lengths = np.full(len(self.block_places), BLOCK)
+        self.block_hashes = self.hash_places(tokens, self.block_places, block_lengths)
         self.short_hashes = self.hash_places(tokens, self.short_places, lengths[~long])
         for name in ("block", "short"):
             order = np.argsort(getattr(self, f"{name}_hashes"), kind="stable")
             setattr(self, f"{name}_hashes", getattr(self, f"{name}_hashes")[order])
             setattr(self, f"{name}_places", getattr(self, f"{name}_places")[order])
-        self.sieve = np.zeros(1 << 24,
-                              dtype=bool)  # by the first 24 bits: rules out nearly everything at little cost
+        self.sieve = np.zeros(1 << 24, dtype=bool)  # by their first 24 bits: rules out nearly all, cheaply
         self.sieve[self.block_hashes >> np.uint64(40)] = True
 
     def hash_places(self, tokens: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -180,11 +178,11 @@ class Overlaps:
             for place, held_out_place in self.shared_blocks(sums):
                 document = int(np.searchsorted(self.documents.starts, held_out_place, side="right")) - 1
                 key = int(self.documents.starts[document])
-                if key not in found and self.shared_around(train, start + place, held_out_place,
-                                                           document) >= WINDOW:
-                    found[key] = start + place
-            for place, held_out_place in self.shared_short(tokens, sums, start == 0,
-                                                           start + len(tokens) == len(train)):
+                there = start + place
+                if key not in found and self.shared_around(train, there, held_out_place, document) >= WINDOW:
+                    found[key] = there
+            is_last = start + len(tokens) == len(train)
+            for place, held_out_place in self.shared_short(tokens, sums, start == 0, is_last):
                 found.setdefault(held_out_place, start + place)
         return found
 
@@ -237,8 +235,8 @@ def overlaps(folder: Path, shards: list[dict], split: str, document_token: int) 
     if not len(train) or not len(held_out):
         return []
     found = Overlaps(held_out, document_token).find(train)
-    sentences = [f"{held_out.where(place)}: this document, or {WINDOW} tokens in a row of it, is in "
-                 f"{train.where(match)}"
+    what = f"this document, or {WINDOW} tokens in a row of it, is in"
+    sentences = [f"{held_out.where(place)}: {what} {train.where(match)}"
                  for place, match in sorted(found.items())[:SHOWN]]
     more = [f"{held_out.paths[0].name}: {len(found) - SHOWN:,} more documents of {split} are in train"]
     return sentences + more * (len(found) > SHOWN)
@@ -255,7 +253,7 @@ def main(arguments: list[str]) -> int:
     shards = manifest["shards"] if manifest else find_shards(folder)
     if not shards and not manifest:
         raise UserError(f"{folder}: no token shards there; ./run.sh fetches what a preset needs")
-    known = DOCUMENT_TOKENS.get(shards[0]["file"].partition("_")[0] if shards else "", (2**16, 50256))
+    known = KNOWN.get(shards[0]["file"].partition("_")[0] if shards else "", (2**16, 50256))
     about = manifest or {"vocab_size": known[0], "document_token": known[1]}
     faults, sound = folder_faults(folder, manifest) if manifest else [], []
     print(f"{'shard':<32}{'split':<7}{'tokens':>14}{'documents':>12}  state")

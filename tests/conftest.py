@@ -1,9 +1,11 @@
 """What the tests share: the trainer on the path, few threads, small token shards, tiny hyperparameters."""
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", f"{tempfile.gettempdir()}/hypothesis")
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 import numpy as np
@@ -25,7 +27,8 @@ TINY = dict(vocab_size=200, document_token=7, num_steps=12, batch_tokens=1024, s
 DATED = ("2024-11-19", "2024-12-04", "2024-12-08", "2024-12-10", "2024-12-17", "2025-01-04")
 
 
-def write_shard(path: Path, tokens, claimed: int | None = None, magic: int = 20240520, version: int = 1) -> str:
+def write_shard(path: Path, tokens, claimed: int | None = None, magic: int = 20240520,
+                version: int = 1) -> str:
     """A token shard in the public format; `claimed` is the number of tokens that its header speaks of."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(tokens) if claimed is None else claimed

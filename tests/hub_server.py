@@ -1,8 +1,8 @@
-"""What the tests of data/ share: a hub on loopback that can misbehave, the scripts as real processes, and
-crashes.
+"""What the tests of data/ share: a hub on loopback that can misbehave, scripts as real processes, crashes.
 
 The hub speaks what huggingface_hub asks of the real one: a dataset's revision, its list of files, what is
-known of a path (size, sha256), and files by way of a redirect, whole or from a byte on. """
+known of a path (size, sha256), and files by way of a redirect, whole or from a byte on.
+"""
 import hashlib
 import json
 import os
@@ -43,15 +43,15 @@ def environment(**more: str) -> dict:
 
 
 def start(script: str, *arguments, env: dict | None = None, **more) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, str(DATA / script), *map(str, arguments)], env=env
-                            or environment(),
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    command = [sys.executable, str(DATA / script), *map(str, arguments)]
+    return subprocess.Popen(command, env=env or environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, **more)
 
 
 def run(script: str, *arguments, env: dict | None = None, **more) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(DATA / script), *map(str, arguments)], env=env
-                          or environment(),
-                          capture_output=True, text=True, timeout=120, **more)
+    command = [sys.executable, str(DATA / script), *map(str, arguments)]
+    return subprocess.run(command, env=env or environment(), capture_output=True, text=True, timeout=120,
+                          **more)
 
 
 # Runs a script that kills itself, as kill -9 would, just before its Nth change of a name or forcing of bytes
@@ -77,10 +77,9 @@ runpy.run_path(script, run_name="__main__")
 
 def crash(steps: int, script: str, *arguments, env: dict | None = None, prepare: str = "") -> bool:
     """Run a script and kill it at a step; returns whether it lived that long."""
-    done = subprocess.run([sys.executable, "-c", CRASHING.replace("{prepare}", prepare), str(steps),
-                           str(DATA / script),
-                           *map(str, arguments)], env=env or environment(), capture_output=True, text=True,
-                          timeout=60)
+    program = CRASHING.replace("{prepare}", prepare)
+    command = [sys.executable, "-c", program, str(steps), str(DATA / script), *map(str, arguments)]
+    done = subprocess.run(command, env=env or environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode in (0, -9), done.stderr
     return done.returncode == -9
 
@@ -90,7 +89,8 @@ class LocalHub:
 
     a number: that HTTP status; "reset": the connection breaks half way; "short": it ends half way; "wrong": a
     byte is changed; "whole": a request for the rest is answered with the whole; "slow": half a second for
-    every 256 KiB. """
+    every 256 KiB.
+    """
 
     def __init__(self, repo: str, files: dict[str, bytes], faults: dict[str, list] | None = None):
         self.repo, self.files, self.faults = repo, files, faults or {}

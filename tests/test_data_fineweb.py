@@ -1,6 +1,4 @@
-"""data/fineweb.py against a hub on loopback: the real huggingface_hub client, a real process, and every
-mishap.
-"""
+"""data/fineweb.py against a hub on loopback: the real client, real processes, every mishap."""
 import json
 import os
 import time
@@ -14,8 +12,8 @@ import fineweb
 import shards
 
 REPO = "kjj0/fineweb10B-gpt2"
-VAL, FIRST, SECOND, THIRD = "fineweb_val_000000.bin", *(f"fineweb_train_{number:06d}.bin" for number in (1, 2,
-                                                                                                         3))
+VAL = "fineweb_val_000000.bin"
+FIRST, SECOND, THIRD = (f"fineweb_train_{number:06d}.bin" for number in (1, 2, 3))
 QUICK = ("--backoff=0.05", "--retries=4")
 
 
@@ -30,8 +28,8 @@ def manifest_of(folder) -> dict:
 def assert_complete(folder, files: dict[str, bytes], names) -> None:
     assert {path.name for path in folder.glob("*.bin*")} == set(names)
     assert all((folder / name).read_bytes() == files[name] for name in names)
-    assert manifest_of(folder)["complete"] and {entry["file"]
-                                                for entry in manifest_of(folder)["shards"]} == set(names)
+    assert manifest_of(folder)["complete"]
+    assert {entry["file"] for entry in manifest_of(folder)["shards"]} == set(names)
 
 
 def test_fetches_the_first_shards_and_says_what_they_are(tmp_path):
@@ -42,8 +40,8 @@ def test_fetches_the_first_shards_and_says_what_they_are(tmp_path):
         assert_complete(tmp_path, files, (VAL, FIRST, SECOND))
         manifest = manifest_of(tmp_path)
         assert hub_server.REVISION in manifest["source"] and REPO in manifest["source"]
-        assert (manifest["tokenizer"], manifest["vocab_size"], manifest["document_token"]) == ("gpt2", 50257,
-                                                                                               50256)
+        assert manifest["tokenizer"] == "gpt2"
+        assert (manifest["vocab_size"], manifest["document_token"]) == (50257, 50256)
         for entry in manifest["shards"]:
             tokens = np.frombuffer(files[entry["file"]], "<u2", offset=1024)
             assert entry["tokens"] == 5000 and entry["documents"] == np.count_nonzero(tokens == 50256)
@@ -71,8 +69,7 @@ def test_mishaps_are_retried(tmp_path, faults):
         assert_complete(tmp_path, wanted, wanted)
         assert not hub.faults[FIRST] and len(hub.asked(FIRST)) == len(faults) + (faults[-1] != "whole")
         # After a break the rest is asked for; after a wrong byte, the whole again.
-        assert (hub.asked(FIRST)[-1] > 0) == (faults != ["wrong"] and ("reset" in faults
-                                                                       or "short" in faults))
+        assert (hub.asked(FIRST)[-1] > 0) == bool({"reset", "short"} & set(faults))
 
 
 @pytest.mark.parametrize("name, fault, said", [
@@ -96,9 +93,8 @@ def test_a_file_that_is_no_shard_is_refused(tmp_path):
 def test_user_mistakes(tmp_path):
     with LocalHub(REPO, public()) as hub:
         for arguments, said in (((104,), "103"), ((0,), "103"), ((4,), "fineweb_train_000004.bin"),
-                                ((1, "--repo=a/b"), "a/b"),
-                                ((1, "--repo=ab"), "owner/name"), (("many",), "many"), ((1, "--color=red"),
-                                                                                        "--color=red")):
+                                ((1, "--repo=a/b"), "a/b"), ((1, "--repo=ab"), "owner/name"),
+                                (("many",), "many"), ((1, "--color=red"), "--color=red")):
             done = run("fineweb.py", *arguments, f"--out={tmp_path}", *QUICK, env=hub.env())
             assert done.returncode == 2 and said in done.stderr, done.stderr
             assert "Traceback" not in done.stderr

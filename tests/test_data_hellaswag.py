@@ -1,6 +1,4 @@
-"""data/hellaswag.py: rows, labels and context lengths as documented, from a local copy and from a hub on
-loopback.
-"""
+"""data/hellaswag.py: rows, labels and context lengths as documented, from a local copy and from a hub."""
 import json
 
 import hub_server
@@ -40,9 +38,8 @@ def read_back(folder) -> list[dict]:
         four = rows[4 * number:4 * number + 4]
         contexts = {bytes(row[1:context_tokens].astype(np.uint8)).decode() for row in four}
         endings = [bytes(row[context_tokens:].astype(np.uint8)).decode() for row in four]
-        tasks.append({"ctx": contexts.pop(), "label": label, "endings": [ending.removeprefix(" ")
-                                                                         for ending in endings]})
-        assert not contexts and all(ending.startswith(" ") for ending in endings)
+        assert len(contexts) == 1 and all(ending.startswith(" ") for ending in endings)
+        tasks.append({"ctx": contexts.pop(), "label": label, "endings": [ending[1:] for ending in endings]})
     return tasks
 
 

@@ -34,12 +34,14 @@ def test_every_default_can_be_written_on_the_command_line(name):
 
 
 @pytest.mark.parametrize("argument, name, value", [
-    ("--num_steps=77", "num_steps", 77), ("--num-steps=77", "num_steps", 77), ("--num_steps=1e3", "num_steps", 1000),
-    ("--num_steps=2.0", "num_steps", 2), ("--cooldown=0.25", "cooldown", 0.25), ("--cooldown=600", "cooldown", 600.0),
+    ("--num_steps=77", "num_steps", 77), ("--num-steps=77", "num_steps", 77),
+    ("--num_steps=1e3", "num_steps", 1000), ("--num_steps=2.0", "num_steps", 2),
+    ("--cooldown=0.25", "cooldown", 0.25), ("--cooldown=600", "cooldown", 600.0),
     ("--softcap=3e1", "softcap", 30.0), ("--save_model=no", "save_model", False),
     ("--save_model=FALSE", "save_model", False), ("--muon_lerp=0", "muon_lerp", False),
     ("--tune_kernels", "tune_kernels", True), ("--tune_kernels=yes", "tune_kernels", True),
-    ("--run_id=a=b", "run_id", "a=b"), ("--run_id=", "run_id", ""), ("--log_dir=some folder", "log_dir", "some folder"),
+    ("--run_id=a=b", "run_id", "a=b"), ("--run_id=", "run_id", ""),
+    ("--log_dir=some folder", "log_dir", "some folder"),
     ("--no_attention=(3)", "no_attention", (3,)), ("--no_attention=()", "no_attention", ()),
     ("--no_attention=none", "no_attention", "none"), ("--seed=12345678901234567", "seed", 12345678901234567),
 ])
@@ -55,7 +57,7 @@ def test_presets_are_those_that_were_promised():
     for changes in PRESETS.values():
         assert set(changes) <= set(FIELDS)
         for name, value in changes.items():
-            assert isinstance(value, FIELDS[name].type if FIELDS[name].type in (int, float, str, bool) else (str, tuple))
+            assert isinstance(value, FIELDS[name].type), name
 
 
 @pytest.mark.parametrize("first, second", [("2024-12-10", "laptop"), ("laptop", "2024-12-10"),
@@ -78,7 +80,8 @@ def test_a_dated_preset_at_laptop_scale_keeps_its_architecture():
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_explicit_values_win_wherever_they_stand(order):
-    hp = parse_command_line(["--num_steps=9", "--preset=laptop", "--softcap=4", "--preset=2024-12-10"][::order])
+    arguments = ["--num_steps=9", "--preset=laptop", "--softcap=4", "--preset=2024-12-10"]
+    hp = parse_command_line(arguments[::order])
     assert (hp.num_steps, hp.softcap) == (9, 4.0)
 
 
@@ -103,22 +106,26 @@ def test_each_preset_is_valid_alone_and_at_laptop_scale(preset):
 
 # (the argument that is refused, the value that is nearest to it)
 NEAREST = [
-    ("num_steps=0", 1), ("num_steps=-5", 1), ("vocab_multiple=0", 1), ("log_every=0", 1), ("val_tokens=0", 4096),
-    ("batch_tokens=0", 4096),
+    ("num_steps=0", 1), ("num_steps=-5", 1), ("vocab_multiple=0", 1), ("log_every=0", 1),
+    ("val_tokens=0", 4096), ("batch_tokens=0", 4096),
     ("num_heads=0", 1), ("mlp_ratio=0", 1), ("window_start=0", 1), ("window_end=-1", 1), ("muon_steps=0", 1),
     ("softcap=-1", 0), ("val_every=-1", 0), ("top_k=-2", 0), ("temperature=-0.5", 0), ("muon_decay=-1", 0),
-    ("embed_rate=-0.1", 0), ("cooldown=-1", 0), ("seed=-1", 0), ("document_token=-1", 0), ("segment_tokens=-512", None),
+    ("embed_rate=-0.1", 0), ("cooldown=-1", 0), ("seed=-1", 0), ("document_token=-1", 0),
+    ("segment_tokens=-512", None),
     ("num_steps=1.5", 2), ("num_steps=10.2", 10), ("num_steps=ten", None), ("num_steps=inf", None),
     ("softcap=nan", None), ("softcap=", None), ("seed=1e999", None),
     ("adam_beta1=1", None), ("adam_beta2=1.5", None), ("muon_momentum=-0.1", 0), ("adam_beta1=-3", 0),
     ("value_lambdas=3", 2), ("value_lambdas=0", 1), ("rotary_fraction=1.5", 1), ("rotary_fraction=0", None),
     ("rotary_base=0.5", None), ("model_dim=101", 104), ("model_dim=1", 8), ("model_dim=122", 120),
-    ("batch_tokens=5000", 4096), ("batch_tokens=7000", 8192), ("batch_tokens=1", 4096), ("val_tokens=5000", 4096),
+    ("batch_tokens=5000", 4096), ("batch_tokens=7000", 8192), ("batch_tokens=1", 4096),
+    ("val_tokens=5000", 4096),
     ("sequence_tokens=4100", 4096), ("segment_tokens=500", 512), ("segment_tokens=3000", None),
     ("segment_tokens=5000", 4096), ("document_token=257", 256), ("document_token=70000", 256),
     ("save_model=maybe", None), ("save_model=tru", "true"), ("save_model=fals", "false"),
-    ("window_unit=blocks", "block"), ("window_unit=tokens", "token"), ("device=gpu", None), ("device=cuda0", "cuda"),
-    ("dtype=bf16", "bfloat16"), ("dtype=float", "float32"), ("muon_dtype=fp32", "float32"), ("compile=y", "yes"),
+    ("window_unit=blocks", "block"), ("window_unit=tokens", "token"), ("device=gpu", None),
+    ("device=cuda0", "cuda"),
+    ("dtype=bf16", "bfloat16"), ("dtype=float", "float32"), ("muon_dtype=fp32", "float32"),
+    ("compile=y", "yes"),
     ("attention=flash", None), ("value_layout=end", "ends"), ("value_layout=mirror", "mirrored"),
     ("no_attention=second", "second_decoder"), ("preset=labtop", "laptop"), ("preset=2024-12-11", None),
     ("preset=H100", "h100"), ("preset=", None), ("dtype=(float32)", "float32"), ("device=(cpu)", "cpu"),

@@ -43,7 +43,7 @@ class Pair:
 
     def __init__(self, tiny, make_shards, preset: str, num_steps: int, cooldown: int, shaken: bool):
         fixed = dict(window_start=192, window_end=192) if preset == "2024-11-19" else {}
-        stream = made_up_text(12 * 2 * SEQUENCE + 1)
+        stream = made_up_text(num_steps * 2 * SEQUENCE + 1)
         hp = tiny(preset, train_files=make_shards(stream), val_files=make_shards(stream, name="val"),
                   sequence_tokens=SEQUENCE, batch_tokens=2 * SEQUENCE, val_tokens=SEQUENCE,
                   num_steps=num_steps, cooldown=cooldown, **fixed)
@@ -53,7 +53,8 @@ class Pair:
             shake(self.trainer.model)
         weights = {name_in_reference(name): p.detach() for name, p in self.trainer.model.named_parameters()}
         model = reference.Model(reference.SYSTEMS[preset], weights, hp.num_heads, hp.document_token)
-        self.reference = reference.Run(model, num_steps, cooldown, (lambda *_: (192, None)) if fixed else None)
+        windows = (lambda *_: (192, None)) if fixed else None
+        self.reference = reference.Run(model, num_steps, cooldown, windows)
 
     def sequences(self, step: int) -> list:
         """The two sequences of a step, each with its targets one token on."""
@@ -79,8 +80,8 @@ class Pair:
 def test_same_losses_step_after_step(tiny, make_shards, preset):
     """8 steps of 24, in which the window grows over the whole sequence and the rate cools down from step 4.
 
-    Every weight matters from the start, so nothing but rounding can differ: 2e-7 of the losses and 5e-5 of the
-    parameters were measured.
+    Every weight matters from the start, so nothing but rounding can differ: 2e-7 of the losses and
+    5e-5 of the parameters were measured.
     """
     pair = Pair(tiny, make_shards, preset, num_steps=24, cooldown=20, shaken=True)
     ours, theirs = pair.train(8)
@@ -91,7 +92,7 @@ def test_same_losses_step_after_step(tiny, make_shards, preset):
 
 @pytest.mark.parametrize("preset", DATED)
 def test_same_losses_from_the_systems_own_start(tiny, make_shards, preset):
-    """6 steps of 16 from outputs and head that are zero: at first the loss is that of the uniform distribution.
+    """6 steps of 16 from outputs and head that are zero: at first every token is as likely.
 
     Until the blocks do something, the skip weights and mixes only scale the stream, which the norms undo:
     their gradients are rounding errors, of which Adam takes the sign. So these losses agree less closely.

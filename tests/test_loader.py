@@ -36,7 +36,7 @@ def plain_batches(shards, batch: int) -> list[np.ndarray]:
 
 
 def plain_segments(shards, batch: int, segment: int) -> list[np.ndarray]:
-    """[segments, tokens + 1] for each batch: one segment from each of batch/segment equal parts of the shard."""
+    """[segments, tokens + 1] for each batch: a segment from each of batch/segment equal parts of a shard."""
     found, parts = [], batch // segment
     for shard in shards:
         part = (len(shard) - 1) // parts
@@ -54,7 +54,7 @@ def read_all(pattern: str, batch: int, world_size: int, segment: int = 0) -> lis
 
 
 def in_order(batch: list[list]) -> tuple[np.ndarray, np.ndarray]:
-    """A batch's inputs and targets, sequence by sequence: micro-step by micro-step, and rank by rank in it."""
+    """A batch's inputs and targets, sequence by sequence: by micro-step, and by rank within it."""
     pairs = [rank[micro] for micro in range(len(batch[0])) for rank in batch]
     return tuple(np.concatenate([pair[side].numpy() for pair in pairs]) for side in (0, 1))
 
@@ -62,7 +62,8 @@ def in_order(batch: list[list]) -> tuple[np.ndarray, np.ndarray]:
 LENGTHS = (5000, 1025, 700, 1024, 3500, 0, 1, 2049)  # some fill batches exactly, some none, one is empty
 
 
-@pytest.mark.parametrize("world_size, micro_steps", [(1, 1), (1, 8), (2, 1), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1)])
+@pytest.mark.parametrize("world_size, micro_steps",
+                         [(1, 1), (1, 8), (2, 1), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1)])
 def test_ranks_tile_the_stream_with_no_gap_and_no_overlap(make_shards, world_size, micro_steps):
     shards, batch = numbered(*LENGTHS), world_size * micro_steps * SEQUENCE
     read = read_all(make_shards(*shards), batch, world_size)
@@ -90,8 +91,8 @@ def test_ranks_tile_the_stream_in_segments_too(make_shards, world_size, micro_st
     assert len(np.unique(seen)) == len(seen), "no token is trained on twice"
 
 
-@given(lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=5), segment=st.sampled_from([0, 16, 64, 128]),
-       world_size=st.integers(1, 4), micro_steps=st.integers(1, 3))
+@given(lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=5),
+       segment=st.sampled_from([0, 16, 64, 128]), world_size=st.integers(1, 4), micro_steps=st.integers(1, 3))
 @settings(max_examples=30)
 def test_any_shards_any_ranks(tmp_path_factory, lengths, segment, world_size, micro_steps):
     folder, shards = tmp_path_factory.mktemp("shards"), numbered(*lengths)
@@ -124,6 +125,24 @@ def test_shards_come_in_the_order_of_their_names(tmp_path):
     assert [loader.next_batch()[0][0][0].item() for _ in range(len(loader))] == [0, 1000, 2000]
 
 
+def test_every_epoch_is_all_of_the_shards_in_an_order_of_its_own(make_shards):
+    """The order is the seed's, the same on every rank; a single epoch goes by the names."""
+    shards = numbered(*[2 * SEQUENCE + 1] * 8)
+    pattern, starts = make_shards(*shards), [int(shard[0]) for shard in shards]
+
+    def epochs_of(**settings) -> list[list[int]]:
+        loader = Loader(pattern, 2 * SEQUENCE, SEQUENCE, world_size=2, **settings)
+        firsts = [loader.next_batch()[0][0][0].item() for _ in range(len(loader))]
+        return [firsts[place:place + 8] for place in range(0, len(firsts), 8)]
+
+    assert epochs_of(epochs=1, seed=5) == epochs_of() == [starts]
+    walked = epochs_of(epochs=3, seed=5)
+    assert [sorted(epoch) for epoch in walked] == [starts] * 3
+    assert len({tuple(epoch) for epoch in walked}) == 3 and walked != epochs_of(epochs=3, seed=6)
+    other_rank = epochs_of(epochs=3, seed=5, rank=1)
+    assert other_rank == [[start + SEQUENCE for start in epoch] for epoch in walked]
+
+
 def test_what_a_batch_is_made_of(make_shards):
     """Indices for an embedding, targets for the cross-entropy; the highest token comes through unsigned."""
     loader = Loader(make_shards(np.full(300, 65535)), 2 * SEQUENCE, SEQUENCE)
@@ -140,7 +159,7 @@ def first_inputs(batch: list) -> int:
 
 
 def test_reading_ahead_does_not_change_the_order(make_shards):
-    """However the next batches are asked for: in turn, after a jump, in strides, or straight from the file."""
+    """However batches are asked for: in turn, after a jump, in strides, or straight from the file."""
     loader = Loader(make_shards(*numbered(6000)), SEQUENCE, SEQUENCE)
     directly = [loader.read(index)[0, 0, 0].item() for index in range(len(loader))]
     assert directly == [SEQUENCE * index for index in range(46)]

@@ -49,7 +49,7 @@ def block_lists(count: torch.Tensor, indices: torch.Tensor) -> list[list[int]]:
 
 
 def expanded(mask: train_gpt.BlockMask) -> torch.Tensor:
-    """The lists and the function together: full blocks are seen whole, partial ones where the function says."""
+    """Lists and function together: full blocks are seen whole, partial ones where the function says."""
     partial = block_lists(mask.kv_num_blocks, mask.kv_indices)
     full = block_lists(mask.full_kv_num_blocks, mask.full_kv_indices)
     place = torch.arange(BLOCK * len(partial))
@@ -57,9 +57,9 @@ def expanded(mask: train_gpt.BlockMask) -> torch.Tensor:
     dense = torch.zeros(len(place), len(place), dtype=torch.bool)
     for row in range(len(partial)):
         assert not set(partial[row]) & set(full[row])
-        for column, values in [(c, where) for c in partial[row]] + [(c, ~torch.zeros_like(where)) for c in full[row]]:
+        for column in partial[row] + full[row]:
             here = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
-            dense[here] = values[here]
+            dense[here] = True if column in full[row] else where[here]
     return dense
 
 
@@ -78,7 +78,7 @@ def test_block_mask_is_the_brute_force_mask(tokens, window):
 
 @given(inputs(), windows())
 def test_block_lists_hold_no_block_too_many(tokens, window):
-    """Listed are the blocks with something to see, and full are those seen whole (but the causal diagonal)."""
+    """Listed are the blocks with something to see, and full are those seen whole."""
     mask = build_mask(tokens, window, DOCUMENT, 0, "flex", reach=9).blocks
     pairs = by_blocks(brute_force(tokens, window))
     assert torch.equal(mask.to_dense()[0, 0].bool(), pairs.any(-1))
@@ -121,7 +121,8 @@ def test_band_is_the_brute_force_mask(tokens, window, more):
 def test_segments_part_like_documents(tokens, window, segment):
     expected = brute_force(tokens, window, segment)
     assert torch.equal(expanded(build_mask(tokens, window, DOCUMENT, segment, "flex", 9).blocks), expected)
-    assert torch.equal(expanded_band(build_mask(tokens, window, DOCUMENT, segment, "banded", 9).bias), expected)
+    banded = build_mask(tokens, window, DOCUMENT, segment, "banded", 9)
+    assert torch.equal(expanded_band(banded.bias), expected)
 
 
 @given(st.integers(1, 600), st.integers(1, 6))
@@ -158,7 +159,8 @@ def with_gradients(attention, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def assert_same_attention(mask: Mask, dense: torch.Tensor, tensors: list, attention=attend) -> None:
     """To 1e-5, against softmax over the whole row in float64."""
     ours = with_gradients(lambda *qkv: attention(*qkv, mask), *tensors)
-    theirs = with_gradients(lambda *qkv: reference.dense_attention(*qkv, dense), *(x.double() for x in tensors))
+    theirs = with_gradients(lambda *qkv: reference.dense_attention(*qkv, dense),
+                            *(x.double() for x in tensors))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
