@@ -20,8 +20,8 @@ has_packages() {
 import sys
 from importlib.metadata import version
 for line in open(sys.argv[1]):
-    if line.strip():
-        name, pinned = line.split(";")[0].strip().split("==")
+    if line := line.split("#")[0].split(";")[0].strip():
+        name, pinned = line.split("==")
         if version(name).split("+")[0] != pinned:
             sys.exit(1)
 PY
@@ -92,6 +92,7 @@ prepare_data() {
         data/enwik8/*) "$python" data/enwik8.py ;;
         data/fineweb10B/*)
             set_up requirements.txt data/requirements.txt
+            "$python" data/vocabulary.py || say "the sample at the end will be left out"
             "$python" data/fineweb.py $(( (steps * batch) / (99999999 / batch * batch) + 1 )) ;;
     esac
 }
@@ -99,6 +100,7 @@ prepare_data() {
 case "${1:-}" in
     test)
         shift; set_up requirements.txt tests/requirements.txt data/requirements.txt
+        "$python" data/vocabulary.py || say "the tests of GPT-2's tokens will be skipped"  # the tests use no network
         exec "$python" -m pytest tests "$@" ;;
     bench)
         shift; set_up requirements.txt tests/requirements.txt data/requirements.txt

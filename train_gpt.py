@@ -1019,8 +1019,8 @@ def text_codec(hp: Hyperparameters) -> tuple:
         import tiktoken
         gpt2 = tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken fetches the vocabulary, in ways that fail in many ways
-        raise UserError(f"text needs tiktoken with GPT-2's vocabulary ({type(error).__name__}); install "
-                        "data/requirements.txt on a machine with network") from None
+        raise UserError(f"text needs tiktoken and GPT-2's vocabulary ({type(error).__name__}); pip install "
+                        "-r data/requirements.txt, then python data/vocabulary.py") from None
     return gpt2.encode_ordinary, gpt2.decode
 
 
