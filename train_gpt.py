@@ -1208,6 +1208,8 @@ class Trainer:
                      fetch_command(hp))
         check_manifest(hp, self.train_data.shards)
         self.bytes_per_token = check_manifest(hp, self.val_data.shards)
+        if hp.hellaswag:
+            read_hellaswag(hp.hellaswag, hp)  # a mistake in it shows now, not after the training
         torch.manual_seed(hp.seed)
         self.model = GPT(hp, place.dtype, place.attention).to(place.device)
         self.window = torch.zeros(2, dtype=torch.int32, device=place.device)
@@ -1328,14 +1330,14 @@ def train(hp: Hyperparameters, place: Place) -> float:
                               trainer.bytes_per_token)
             clock.switch("train")
             log.step(step, hp.num_steps, "val_loss", result["val_loss"], clock.ms["train"])
-            log.record(step=step, tokens=tokens, **result, **state_of(trainer, clock))
+            log.record(step=step, tokens=tokens, **result, **state_of(trainer, clock, step))
         if last:
             break
         loss = trainer.step(trainer.train_data.next_batch(), step)
         done, tokens, train_ms = step + 1, tokens + hp.batch_tokens, clock.now()["train"]
         if done % hp.log_every == 0 or done in (1, hp.num_steps):
             log.step(done, hp.num_steps, "train_loss", loss, train_ms, show=not log.terminal)
-            log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock))
+            log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock, step))
         log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
     clock.switch(None)
     recompiles, trainer.model.attention = compiled_graphs() - graphs, "banded"  # what follows is not compiled
@@ -1348,12 +1350,12 @@ def train(hp: Hyperparameters, place: Place) -> float:
     return result["val_loss"]
 
 
-def state_of(trainer: Trainer, clock: Clock) -> dict:
-    """What a line of metrics.jsonl says beside the loss."""
+def state_of(trainer: Trainer, clock: Clock, step: int) -> dict:
+    """What a line of metrics.jsonl says beside the loss; nothing of it is asked of the device."""
     adam, muon = (optimizer.param_groups for optimizer in trainer.optimizers)
     rates = dict(zip(("embed", "head", "scalar", "muon"), (group["lr"] for group in (*adam, muon[0]))))
     return dict(rates=rates, momentum=muon[0]["momentum"],
-                window=[size if size < FAR else None for size in trainer.window.tolist()],
+                window=[size if size < FAR else None for size in window_at(trainer.hp, step)],
                 times_ms=clock.now(), memory_mib=peak_memory_mib(trainer.place.device))
 
 

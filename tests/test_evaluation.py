@@ -167,3 +167,8 @@ def test_damaged_tasks_are_refused(tmp_path, break_it):
     break_it(tmp_path)
     with pytest.raises(train_gpt.UserError):
         train_gpt.score_hellaswag(str(tmp_path), random_model([]), train_gpt.Place())
+
+
+def test_tasks_that_cannot_be_scored_stop_a_run_before_it_starts(tmp_path):
+    with pytest.raises(train_gpt.UserError, match="hellaswag_val_000000.bin: cannot be read"):
+        trainer(*make_data(tmp_path), f"--hellaswag={tmp_path}/nowhere")
