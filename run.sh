@@ -83,7 +83,7 @@ launch() {
 
 # Fetches the data of the chosen preset if it is not there; any other data the user brings.
 prepare_data() {
-    local settings train_files steps batch
+    local settings train_files steps batch per_shard
     settings="$("$python" train_gpt.py --show "$@")" || exit $?  # says what is wrong with the options, once
     setting() { sed -n "s/^$1=//p" <<<"$settings"; }
     train_files="$(setting train_files)" steps="$(setting num_steps)" batch="$(setting batch_tokens)"
@@ -93,7 +93,8 @@ prepare_data() {
         data/fineweb10B/*)
             set_up requirements.txt data/requirements.txt
             "$python" data/vocabulary.py || say "the sample at the end will be left out"
-            "$python" data/fineweb.py $(( (steps * batch) / (99999999 / batch * batch) + 1 )) ;;
+            per_shard=$(( 99999999 / batch > 0 ? 99999999 / batch : 1 ))  # whole batches in a shard of 100 M tokens
+            "$python" data/fineweb.py $(( (steps + per_shard - 1) / per_shard )) ;;
     esac
 }
 

@@ -835,7 +835,8 @@ def check_budget(pattern: str, loader: Loader, needed: int, asked: str, command:
 def fetch_command(hp: Hyperparameters) -> str:
     """The command that gets as many shards as the run needs."""
     if "data/fineweb" in hp.train_files:
-        return f"get them with: python data/fineweb.py {-(-hp.num_steps // ((10**8 - 1) // hp.batch_tokens))}"
+        per_shard = max(1, (10**8 - 1) // hp.batch_tokens)
+        return f"get them with: python data/fineweb.py {-(-hp.num_steps // per_shard)}"
     if "data/enwik8" in hp.train_files:
         return "get them with: python data/enwik8.py"
     return "make them with: python data/tokenize_text.py"

@@ -119,11 +119,16 @@ def test_check_names_what_is_missing_and_the_command_that_gets_it(data):
     process = run_sh("check", *TINY, *data, "--num_steps=500")
     assert process.returncode == 1 and "FAIL  training data" in process.stdout
     assert "2 shards hold 38 batches of 1024 tokens and --num_steps asks for 500: 25 shards are missing" in process.stdout
-    process = run_sh("check", "--preset=2024-12-10", "--device=cpu", NPROC="2", cwd=ROOT)
-    assert process.returncode == 1
-    if not list((ROOT / "data" / "fineweb10B").glob("*.bin")):
-        assert "python data/fineweb.py 8" in process.stdout
-    assert "halve --sequence_tokens" in process.stdout and "2 ranks answered" in process.stdout
+    huge = [f"--{name}_tokens={2**27}" for name in ("sequence", "batch", "val")]  # more than any machine has
+    process = run_sh("check", "--preset=2024-12-10", "--device=cpu", *huge, "--train_files=data/fineweb10B/none_*.bin")
+    assert process.returncode == 1 and "halve --sequence_tokens (to 67108864)" in process.stdout
+    assert "FAIL  training data: data/fineweb10B/none_*.bin: no token shards there" in process.stdout
+    assert "get them with: python data/fineweb.py 1480" in process.stdout
+
+
+def test_check_runs_a_collective_among_the_ranks(data):
+    process = run_sh("check", *TINY, *data, NPROC="2")
+    assert process.returncode == 0 and "2 ranks answered" in process.stdout, process.stdout + process.stderr
 
 
 def test_help_lists_every_hyperparameter_with_its_meaning():
