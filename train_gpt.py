@@ -743,9 +743,10 @@ def read_manifest(folder: Path) -> dict:
 def check_manifest(hp: Hyperparameters, shards: list[Shard]) -> float | None:
     """Refuse shards made for other hyperparameters; returns their bytes of text per token, if known."""
     tokens, text_bytes = 0, 0
+    manifests = {folder: read_manifest(folder) for folder in {Path(shard.path).parent for shard in shards}}
     for shard in shards:
         path = Path(shard.path)
-        if not (manifest := read_manifest(path.parent)):
+        if not (manifest := manifests[path.parent]):
             return None
         for name in ("vocab_size", "document_token"):
             if manifest.get(name) != getattr(hp, name):
@@ -1075,7 +1076,8 @@ def score_hellaswag(folder: str, model: GPT, place: "Place", tokens: int = 4096)
         dist.all_reduce(losses)
     answers = losses.view(-1, 4).argmin(dim=1).tolist()
     right = sum(answer == label for answer, (_, label) in zip(answers, tasks))
-    return dict(hellaswag=right / len(tasks), tasks=len(tasks), losses=losses.tolist())
+    return dict(hellaswag=right / len(tasks), tasks=len(tasks), losses=losses.tolist(),
+                line=f"HellaSwag accuracy {right / len(tasks):.4f} of {len(tasks):,} tasks")
 
 
 def read_hellaswag(folder: str, hp: Hyperparameters) -> tuple[str, list[np.ndarray], list]:
@@ -1086,11 +1088,11 @@ def read_hellaswag(folder: str, hp: Hyperparameters) -> tuple[str, list[np.ndarr
     shard.read_into(tokens, 0)
     rows = np.split(tokens, np.flatnonzero(tokens == hp.document_token))[1:]
     try:
-        tasks = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))["tasks"]
+        tasks = read_manifest(Path(folder))["tasks"]
         assert len(rows) == 4 * len(tasks) > 0 and tokens.max() < hp.vocab_size
         assert all(0 < tasks[n // 4][0] < len(row) for n, row in enumerate(rows))
         assert all(label in range(4) for _, label in tasks)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
         raise UserError(f"--hellaswag={folder}: tasks and tokens do not fit ({type(error).__name__}); make "
                         "it again with python data/hellaswag.py") from None
     return shard.path, rows, tasks
@@ -1344,7 +1346,7 @@ def train(hp: Hyperparameters, place: Place) -> float:
     recompiles, trainer.model.attention = compiled_graphs() - graphs, "banded"  # what follows is not compiled
     if hp.hellaswag:
         score = score_hellaswag(hp.hellaswag, trainer.model.eval(), place)
-        log.write(f"HellaSwag accuracy {score['hellaswag']:.4f} of {score['tasks']:,} tasks")
+        log.write(score["line"])
         log.record(**{name: score[name] for name in ("hellaswag", "tasks")})
     if place.rank == 0:
         finish(trainer, log, clock, result, recompiles)
@@ -1385,8 +1387,7 @@ def use_model(model: GPT, hp: Hyperparameters, place: Place) -> None:
     if hp.hellaswag:
         score = score_hellaswag(hp.hellaswag, model, place)
     if place.rank == 0:
-        print(f"HellaSwag accuracy {score['hellaswag']:.4f} of {score['tasks']:,} tasks" if hp.hellaswag else
-              sample(model, hp.sample, hp))
+        print(score["line"] if hp.hellaswag else sample(model, hp.sample, hp))
 
 
 def main(arguments: list[str]) -> int:

@@ -93,7 +93,6 @@ def test_epochs_repeat_every_shard_once_per_pass_in_an_order_of_the_seed(tmp_pat
     passes = np.array(order(1)).reshape(4, 5)
     assert (np.sort(passes, axis=1) == np.arange(5)).all() and len({tuple(p) for p in passes}) > 1
     assert order(1) == order(1) != order(2) and order(1, epochs=1) == [0, 1, 2, 3, 4]
-    make_data(tmp_path)
 
 
 def test_a_run_may_repeat_its_shards_when_told_to(tmp_path):

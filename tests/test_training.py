@@ -36,11 +36,10 @@ def test_a_world_of_three_divides_neither_parameters_nor_validation(data):
 
 
 @pytest.mark.parametrize("preset", DATED)
-def test_each_historical_system_trains_at_small_scale(data, preset, monkeypatch):
+def test_each_historical_system_trains_at_small_scale(data, preset):
     """From its preset alone; the first loss is that of the uniform distribution, and the loss falls."""
     small = [option for option in TINY if not option.startswith(("--preset", "--window", "--segment"))]
     hp = train_gpt.parse_command_line([f"--preset={preset}", *small, *data, "--num_steps=8", "--num_layers=12", "--cooldown=0.4"])
-    monkeypatch.setattr(train_gpt, "print", lambda *a, **k: None, raising=False)
     trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
     losses = [trainer.step(trainer.train_data.next_batch(), step) for step in range(8)]
     assert losses[0] == pytest.approx(math.log(hp.padded_vocab), abs=1e-4) and hp.padded_vocab == 128
