@@ -83,18 +83,18 @@ launch() {
 
 # Fetches the data of the chosen preset if it is not there; any other data the user brings.
 prepare_data() {
-    local settings train_files steps batch per_shard
+    local settings train_files
     settings="$("$python" train_gpt.py --show "$@")" || exit $?  # says what is wrong with the options, once
     setting() { sed -n "s/^$1=//p" <<<"$settings"; }
-    train_files="$(setting train_files)" steps="$(setting num_steps)" batch="$(setting batch_tokens)"
+    train_files="$(setting train_files)"
     compgen -G "$train_files" >/dev/null && compgen -G "$(setting val_files)" >/dev/null && return
     case "$train_files" in
         data/enwik8/*) "$python" data/enwik8.py ;;
         data/fineweb10B/*)
             set_up requirements.txt data/requirements.txt
             "$python" data/vocabulary.py || say "the sample at the end will be left out"
-            per_shard=$(( 99999999 / batch > 0 ? 99999999 / batch : 1 ))  # whole batches in a shard of 100 M tokens
-            "$python" data/fineweb.py $(( (steps + per_shard - 1) / per_shard )) ;;
+            "$python" data/fineweb.py "$("$python" -c 'import sys, train_gpt as t  # as many shards as the run needs
+print(t.fetch_command(t.parse_command_line(sys.argv[1:])).split()[-1])' "$@")" ;;
     esac
 }
 
