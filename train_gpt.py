@@ -33,6 +33,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import sys
 import time
 import uuid
@@ -131,6 +132,11 @@ class Hyperparameters:
     run_id: str = ""                    # name of that folder; empty: the time and a random word
     log_every: int = 10                 # steps between lines with the training loss
     save_model: bool = True             # write model.pt at the end
+    save_every: int = 0                 # steps between checkpoints to resume from; 0: none but when stopped
+    keep_checkpoints: int = 2           # how many of the last checkpoints stay
+    resume: str = ""                    # go on from a checkpoint, a run's folder, or auto (the newest run's last)
+    resume_anyway: bool = False         # even with hyperparameters that make it another training
+    timeout: float = 600.0              # seconds after which a rank that does not answer stops the run
     hellaswag: str = ""                 # folder of data/hellaswag.py to score, at the end or with checkpoint
     # instead of training
     show: bool = False                  # print the hyperparameters as resolved, and stop
@@ -259,10 +265,10 @@ def parse_command_line(arguments: list[str]) -> Hyperparameters:
 
 AT_LEAST_1 = ("vocab_size", "vocab_multiple", "num_steps", "batch_tokens", "sequence_tokens", "val_tokens",
               "num_layers", "num_heads", "model_dim", "mlp_ratio", "window_start", "window_end", "muon_steps",
-              "log_every", "epochs")
+              "log_every", "epochs", "keep_checkpoints", "timeout")
 AT_LEAST_0 = ("segment_tokens", "val_every", "softcap", "embed_rate", "head_rate", "scalar_rate", "muon_rate",
               "muon_decay", "muon_warmup_steps", "cooldown", "temperature", "top_k", "sample_tokens", "seed",
-              "document_token")
+              "document_token", "save_every")
 BELOW_1 = ("adam_beta1", "adam_beta2", "muon_momentum", "muon_momentum_start")
 
 
@@ -392,12 +398,27 @@ class Muon(torch.optim.Optimizer):
         wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in ahead])
         return self.orthogonalize(wide.to(self.dtype), group["steps"])
 
-    def share(self, updates: Tensor | None, group: dict):
+    @torch.no_grad()
+    def gather_momentum(self) -> dict[Tensor, Tensor]:
+        """The momentum of every parameter, on the host, from the ranks that keep it. A collective."""
+        momentum = {}
+        for group in self.param_groups:
+            for chunk, mine in self.chunks(group):
+                buffers = [self.state[p].get("momentum_buffer", torch.zeros_like(p)) for p in mine]
+                wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in buffers]) if mine else None
+                everyone, handle = self.share(wide, group, torch.float32)
+                if handle:
+                    handle.wait()
+                for p, x in zip(chunk, everyone):
+                    momentum[p] = to_host(x.mT if p.size(0) > p.size(1) else x)
+        return momentum
+
+    def share(self, updates: Tensor | None, group: dict, dtype: torch.dtype | None = None):
         """(the updates of all ranks, the handle to wait for)"""
         if self.world_size == 1:
             return updates, None
         p = group["params"][0]
-        mine = torch.zeros(self.per_rank, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
+        mine = torch.zeros(self.per_rank, min(p.shape), max(p.shape), dtype=dtype or self.dtype, device=p.device)
         if updates is not None:  # the last chunk may have fewer parameters than ranks
             mine[:len(updates)] = updates
         everyone = mine.new_empty(self.world_size * self.per_rank, *mine.shape[1:])
@@ -411,6 +432,10 @@ class Muon(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
             update = update.mT if p.size(0) > p.size(1) else update
             p.add_(update, alpha=-group["lr"] * update_scale(p))
+
+
+def to_host(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def update_scale(p: Tensor) -> float:
@@ -902,26 +927,47 @@ def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Ten
 class Logger:
     """log.txt and metrics.jsonl, flushed, by rank 0 alone; a bar on a terminal, plain lines elsewhere."""
 
-    def __init__(self, hp: Hyperparameters, place: "Place"):
-        self.main, self.terminal, self.bar = place.rank == 0, sys.stdout.isatty(), None
+    def __init__(self, hp: Hyperparameters, place: "Place", folder: Path, sizes: tuple | None = None):
+        """`sizes`: where the two files ended when the checkpoint was made that the run goes on from."""
+        self.main, self.terminal, self.bar, self.folder = place.rank == 0, sys.stdout.isatty(), None, folder
+        self.files, self.failed = {}, set()
         if not self.main:
             return
-        run_id = hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{uuid.uuid4().hex[:6]}"
-        self.folder = Path(hp.log_dir) / run_id
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.log = open(self.folder / "log.txt", "w", encoding="utf-8")
-            self.metrics = open(self.folder / "metrics.jsonl", "w", encoding="utf-8")
+            for name, size in zip(("log.txt", "metrics.jsonl"), sizes or (None, None)):
+                path = self.folder / name
+                if size is not None and path.exists() and path.stat().st_size >= size:
+                    os.truncate(path, size)  # what came after the checkpoint will come again
+                    self.files[name] = open(path, "a", encoding="utf-8")
+                else:
+                    self.files[name] = open(path, "w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--log_dir={hp.log_dir}: {error.strerror}; give another folder") from None
-        self.write(Path(__file__).read_text(encoding="utf-8"), SEPARATOR,
-                   *(f"{name}: {value!r}" for name, value in as_dict(hp).items()),
-                   *environment(place), SEPARATOR, show=False)
-        self.record(start=True, hyperparameters=as_dict(hp), environment=environment(place))
+        if not any(file.tell() for file in self.files.values()):
+            self.write(Path(__file__).read_text(encoding="utf-8"), SEPARATOR,
+                       *(f"{name}: {value!r}" for name, value in as_dict(hp).items()),
+                       *environment(place), SEPARATOR, show=False)
+            self.record(start=True, hyperparameters=as_dict(hp), environment=environment(place))
+
+    def sizes(self) -> list[int]:
+        return [file.tell() for file in self.files.values()]
+
+    def put(self, name: str, text: str) -> None:
+        try:
+            print(text, file=self.files[name], flush=True)
+        except OSError as error:
+            self.complain(name, f"{self.folder / name} can no longer be written ({error.strerror})")
+
+    def complain(self, about: str, sentence: str) -> None:
+        """Once about each thing; the training is worth more than its log."""
+        if about not in self.failed:
+            self.failed.add(about)
+            print(f"warning: {sentence}; training goes on", file=sys.stderr, flush=True)
 
     def write(self, *lines: str, show: bool = True) -> None:
         if self.main:
-            print(*lines, sep="\n", file=self.log, flush=True)
+            self.put("log.txt", "\n".join(lines))
             if show:
                 tqdm.write("\n".join(lines))
                 sys.stdout.flush()
@@ -933,7 +979,7 @@ class Logger:
 
     def record(self, **values) -> None:
         if self.main:
-            print(json.dumps(values), file=self.metrics, flush=True)
+            self.put("metrics.jsonl", json.dumps(values))
 
     def progress(self, done: int, total: int, loss: float, tokens_per_second: float) -> None:
         if self.main and self.terminal:
@@ -959,12 +1005,105 @@ def environment(place: "Place") -> list[str]:
     return [versions, hardware]
 
 
-def save_model(path: Path, hp: Hyperparameters, model: GPT, step: int, val_loss: float) -> None:
-    """Under a temporary name first: whatever has the final name is whole."""
-    state = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=step, val_loss=val_loss,
-                 model=model.state_dict())
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+def write_whole(path: Path, state: dict) -> None:
+    """Under a temporary name first, and on the disk: whatever has the final name is whole."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class Saver:
+    """Writes checkpoints beside the training: the training waits for one copy to the host, not for the disk."""
+
+    def __init__(self, log: Logger, keep: int):
+        self.log, self.keep, self.writer, self.writing = log, keep, ThreadPoolExecutor(1, "saver"), None
+
+    def save(self, name: str, state: dict) -> None:
+        self.wait()
+        self.writing = self.writer.submit(self.write, self.log.folder / name, state)
+
+    def write(self, path: Path, state: dict) -> None:
+        write_whole(path, state)
+        for old in sorted(path.parent.glob("checkpoint_*.pt"))[:-self.keep]:
+            old.unlink()
+
+    def wait(self) -> None:
+        if self.writing:
+            try:
+                self.writing.result()
+            except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when the disk is full
+                reason = str(error).strip().split("\n")[0]
+                self.log.complain("checkpoint", f"a checkpoint in {self.log.folder} was not written ({reason})")
+            self.writing = None
+
+
+# Another value of these is still the same training.
+SAME_TRAINING = {"preset", "device", "compile", "tune_kernels", "log_dir", "run_id", "log_every", "save_model", "show",
+                 "save_every", "keep_checkpoints", "resume", "resume_anyway", "timeout", "hellaswag", "checkpoint",
+                 "sample", "sample_tokens", "temperature", "top_k", "target_loss", "val_every", "train_files",
+                 "val_files"}
+
+
+def run_folder(hp: Hyperparameters) -> Path:
+    """The folder of this run: as named, as resumed, that of torchrun's restarted group, or a new one."""
+    logs, restarted = Path(hp.log_dir), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if hp.run_id:
+        return logs / hp.run_id
+    if hp.resume and hp.resume != "auto":
+        path = Path(hp.resume)
+        return path if path.is_dir() else path.parent
+    tag = restarted.replace("-", "")[:12] if restarted != "none" else uuid.uuid4().hex[:6]
+    if earlier := sorted(logs.glob(f"*_{tag}")):
+        return earlier[-1]
+    with_checkpoints = sorted(logs.glob("*/checkpoint_*.pt"), key=lambda path: path.stat().st_mtime)
+    if hp.resume == "auto" and with_checkpoints:
+        return with_checkpoints[-1].parent
+    return logs / f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{tag}"
+
+
+def find_checkpoint(hp: Hyperparameters, folder: Path, say) -> dict | None:
+    """The newest checkpoint that can be read, or the one that was named; a damaged one is passed over by name."""
+    if not hp.resume and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    named = Path(hp.resume) if hp.resume not in ("", "auto") else folder
+    paths = sorted(folder.glob("checkpoint_*.pt"), reverse=True)
+    if not named.is_dir() and named != folder:
+        paths = [named] + [path for path in paths if path.name < named.name]
+    for path in paths:
+        try:
+            state = read_checkpoint(path)
+            say(f"going on from {path}, step {state['step']}")
+            return state
+        except UserError as error:
+            say(f"passed over: {error}")
+    if hp.resume not in ("", "auto"):
+        raise UserError(f"--resume={hp.resume}: there is no checkpoint that can be read; give a run's folder, or auto")
+    return None
+
+
+def read_checkpoint(path: Path) -> dict:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        assert state["format"] == CHECKPOINT_FORMAT, f"format {state['format']}, not {CHECKPOINT_FORMAT}"
+        assert {"step", "model", "adam", "muon", "index", "random", "clocks", "sizes"} <= state.keys(), "incomplete"
+        return state
+    except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UserError(f"{path}: not a checkpoint that can be read ({type(error).__name__}: {reason})") from None
+
+
+def check_same_training(hp: Hyperparameters, saved: dict, say) -> None:
+    """List the hyperparameters that changed; refuse those that would make it another training."""
+    changed = [name for name, value in as_dict(hp).items() if saved.get(name) != value and name not in SAME_TRAINING]
+    listed = ", ".join(f"{name} {saved.get(name)!r} → {getattr(hp, name)!r}" for name in changed)
+    if changed and not hp.resume_anyway:
+        raise UserError(f"--resume: these differ from the checkpoint and make it another training: {listed}; give the "
+                        "old values, or --resume_anyway")
+    if changed:
+        say(f"changed since the checkpoint: {listed}")
 
 
 def load_model(path: str, place: "Place") -> GPT:
@@ -1177,6 +1316,7 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
     if place.world_size > 1:
         dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo",
+                                timeout=datetime.timedelta(seconds=hp.timeout),
                                 device_id=place.device if place.device.type == "cuda" else None)
 
 
@@ -1184,7 +1324,7 @@ class Trainer:
     """Everything that a run is made of, and one step of it."""
 
     def __init__(self, hp: Hyperparameters, place: Place):
-        self.hp, self.place = hp, place
+        self.hp, self.place, self.interrupted, self.stopping = hp, place, "", False
         unit = place.world_size * hp.sequence_tokens
         if hp.batch_tokens % unit:
             refuse("batch_tokens", hp.batch_tokens, f"a multiple of ranks × sequence_tokens = "
@@ -1213,16 +1353,18 @@ class Trainer:
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
         """One optimizer step. Returns the mean loss over all ranks; one that is not finite stops them all."""
         set_schedules(self.hp, step, self.optimizers, self.window)
-        mean = torch.zeros((), device=self.place.device)
+        shared = torch.tensor([0.0, bool(self.interrupted)], device=self.place.device)  # loss, shall we stop?
         for micro, (inputs, targets) in enumerate(batch, 1):
             last = micro == len(batch)
             with contextlib.nullcontext() if last or self.place.world_size == 1 else self.parallel.no_sync():
                 loss = self.parallel(inputs, targets, self.window) / len(batch)
-                mean += loss.detach()
+                shared[0] += loss.detach()
                 if last:
-                    read = self.send(mean)
+                    read = self.send(shared)
                 loss.backward()
-        if not math.isfinite(loss := read()):
+        loss, stop = read()
+        self.stopping = stop > 0  # every rank hears of it in the same step
+        if not math.isfinite(loss):
             raise UserError(f"the loss of step {step + 1} is {loss}: {self.first_not_finite()}; lower the "
                             f"rates, or look at batch {step} of {self.hp.train_files}")
         for optimizer in self.optimizers:
@@ -1230,17 +1372,17 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def send(self, mean: Tensor):
-        """Send the loss to the host ahead of the backward pass: to read it after that stalls nothing."""
+    def send(self, shared: Tensor):
+        """Average over the ranks and send to the host ahead of the backward pass: to read it then stalls nothing."""
         if self.place.world_size > 1:
-            dist.all_reduce(mean)
-            mean /= self.place.world_size
+            dist.all_reduce(shared)
+            shared /= self.place.world_size
         if self.place.device.type != "cuda":
-            return mean.item
-        host, arrived = torch.empty((), pin_memory=True), torch.cuda.Event()
-        host.copy_(mean, non_blocking=True)
+            return shared.tolist
+        host, arrived = torch.empty(2, pin_memory=True), torch.cuda.Event()
+        host.copy_(shared, non_blocking=True)
         arrived.record()
-        return lambda: (arrived.synchronize(), host.item())[1]
+        return lambda: (arrived.synchronize(), host.tolist())[1]
 
     def first_not_finite(self) -> str:
         for kind, tensor_of in (("parameter", lambda p: p), ("gradient", lambda p: p.grad)):
@@ -1248,6 +1390,50 @@ class Trainer:
                 if not tensor_of(p).isfinite().all():
                     return f"the first {kind} that is not finite is that of {name}"
         return "all parameters and gradients are finite"
+
+    def state(self, step: int, clock: "Clock", sizes: list) -> dict:
+        """All that training goes on from, copied to the host once. A collective: the ranks share out the momentum."""
+        adam, muon = self.optimizers
+        names = {p: name for name, p in self.model.named_parameters()}
+        return dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(self.hp), step=step, clocks=clock.now(),
+                    sizes=sizes, index=self.train_data.index, random=torch.random.get_rng_state(),
+                    model={name: to_host(p) for name, p in self.model.state_dict().items()},
+                    adam={names[p]: {key: to_host(x) for key, x in moments.items()} for p, moments in
+                          adam.state.items()},
+                    muon={names[p]: x for p, x in muon.gather_momentum().items()})
+
+    @torch.no_grad()
+    def restore(self, state: dict) -> None:
+        """Go on from a state that any number of ranks made."""
+        adam, muon = self.optimizers
+        try:
+            self.model.load_state_dict(state["model"])
+            for name, p in self.model.named_parameters():
+                if name in state["adam"]:
+                    adam.state[p] = {key: x.to(p.device) for key, x in state["adam"][name].items()}
+            mine = {p for group in muon.param_groups for _, own in muon.chunks(group) for p in own}
+            for name, p in self.model.named_parameters():
+                if p in mine:
+                    muon.state[p]["momentum_buffer"] = state["muon"][name].to(p.device, copy=True)
+            self.train_data.index = state["index"]
+            torch.random.set_rng_state(state["random"])
+        except (KeyError, RuntimeError, AttributeError, TypeError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(f"--resume={self.hp.resume}: the checkpoint does not fit this model ({reason})") from None
+
+    def check_ranks_agree(self) -> None:
+        """A cheap sum over the bits of each parameter: ranks that silently drift apart stop here."""
+        if self.place.world_size == 1:
+            return
+        sums = torch.stack([p.detach().view(torch.int16 if p.element_size() == 2 else torch.int32)
+                            .sum(dtype=torch.int64) for p in self.model.parameters()])
+        everyone = sums.new_empty(self.place.world_size, len(sums))
+        dist.all_gather_single(everyone, sums)
+        for name, values in zip((name for name, _ in self.model.named_parameters()), everyone.T.tolist()):
+            if len(set(values)) > 1:
+                rank = next(rank for rank, value in enumerate(values) if value != values[0])
+                raise UserError(f"rank {rank} and rank 0 differ in parameter {name}: the ranks have drifted apart; "
+                                "check the hardware, then go on with --resume=auto")
 
     def warm_up(self) -> None:
         """Compile every path on made-up tokens, then put everything back as it was."""
@@ -1297,38 +1483,53 @@ def compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def train(hp: Hyperparameters, place: Place) -> float:
-    """The whole run; returns the final validation loss."""
-    trainer = Trainer(hp, place)
-    log, clock = Logger(hp, place), Clock(place.device)
+def train(hp: Hyperparameters, place: Place) -> float | None:
+    """The whole run; returns the final validation loss, or None if it was told to stop before."""
+    trainer, clock = Trainer(hp, place), Clock(place.device)
+    folder, start, sizes = resume(trainer, clock)
+    log = Logger(hp, place, folder, sizes)
+    saver = Saver(log, hp.keep_checkpoints)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     log.write(*environment(place),
-              f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens")
+              f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens", show=True)
     clock.switch("warmup")
     if place.compile:
         log.write("compiling and warming up …")
         trainer.warm_up()
     graphs = compiled_graphs()
     clock.switch("train")
-    for step in range(hp.num_steps + 1):
-        last, tokens = step == hp.num_steps, step * hp.batch_tokens
-        if last or hp.val_every and step % hp.val_every == 0:
-            clock.switch("val")
-            set_schedules(hp, step, trainer.optimizers, trainer.window)
-            result = evaluate(hp, trainer.forward, trainer.val_data, trainer.window, place,
-                              trainer.bytes_per_token)
-            clock.switch("train")
-            log.step(step, hp.num_steps, "val_loss", result["val_loss"], clock.ms["train"])
-            log.record(step=step, tokens=tokens, **result, **state_of(trainer, clock))
-        if last:
-            break
-        loss = trainer.step(trainer.train_data.next_batch(), step)
-        done, tokens, train_ms = step + 1, tokens + hp.batch_tokens, clock.now()["train"]
-        if done % hp.log_every == 0 or done in (1, hp.num_steps):
-            log.step(done, hp.num_steps, "train_loss", loss, train_ms, show=not log.terminal)
-            log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock))
-        log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
+    with listening_to_signals(trainer):
+        for step in range(start, hp.num_steps + 1):
+            last, tokens = step == hp.num_steps, step * hp.batch_tokens
+            if step > start and (trainer.stopping or last and hp.save_every or
+                                 hp.save_every and step % hp.save_every == 0):
+                state = trainer.state(step, clock, log.sizes())
+                if place.rank == 0:
+                    saver.save(f"checkpoint_{step:07d}.pt", state)
+            if trainer.stopping:
+                break
+            if last or hp.val_every and step % hp.val_every == 0:
+                clock.switch("val")
+                trainer.check_ranks_agree()
+                set_schedules(hp, step, trainer.optimizers, trainer.window)
+                result = evaluate(hp, trainer.forward, trainer.val_data, trainer.window, place,
+                                  trainer.bytes_per_token)
+                clock.switch("train")
+                log.step(step, hp.num_steps, "val_loss", result["val_loss"], clock.ms["train"])
+                log.record(step=step, tokens=tokens, **result, **state_of(trainer, clock))
+            if last:
+                break
+            loss = trainer.step(trainer.train_data.next_batch(), step)
+            done, tokens, train_ms = step + 1, tokens + hp.batch_tokens, clock.now()["train"]
+            if done % hp.log_every == 0 or done in (1, hp.num_steps):
+                log.step(done, hp.num_steps, "train_loss", loss, train_ms, show=not log.terminal)
+                log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock))
+            log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
     clock.switch(None)
+    saver.wait()
+    if trainer.stopping:
+        log.write(f"stopped by {trainer.interrupted or 'another rank'} after step {step}; go on with --resume={folder}")
+        return None
     recompiles, trainer.model.attention = compiled_graphs() - graphs, "banded"  # what follows is not compiled
     if hp.hellaswag:
         score = score_hellaswag(hp.hellaswag, trainer.model.eval(), place)
@@ -1337,6 +1538,39 @@ def train(hp: Hyperparameters, place: Place) -> float:
     if place.rank == 0:
         finish(trainer, log, clock, result, recompiles)
     return result["val_loss"]
+
+
+def resume(trainer: Trainer, clock: Clock) -> tuple[Path, int, tuple | None]:
+    """(the run's folder, the step to start at, where its logs ended then); rank 0 chooses for all."""
+    hp, place = trainer.hp, trainer.place
+    say = print if place.rank == 0 else (lambda *_, **__: None)
+    chosen = [run_folder(hp)] if place.rank == 0 else [None]
+    if place.world_size > 1:
+        dist.broadcast_object_list(chosen)
+    state = find_checkpoint(hp, chosen[0], say)
+    if state is None:
+        return chosen[0], 0, None
+    check_same_training(hp, state["hyperparameters"], say)
+    trainer.restore(state)
+    clock.ms = dict(state["clocks"])
+    return chosen[0], state["step"], state["sizes"]
+
+
+@contextlib.contextmanager
+def listening_to_signals(trainer: Trainer):
+    """The first signal asks for a checkpoint after the step in hand, the second ends the process at once."""
+    def hear(number, frame):
+        if trainer.interrupted:
+            os._exit(128 + number)
+        trainer.interrupted = signal.Signals(number).name
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+    before = {number: signal.signal(number, hear) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def state_of(trainer: Trainer, clock: Clock) -> dict:
@@ -1352,7 +1586,12 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
     """The end of a run, for a person: loss, clocks, memory, a sample, where things are."""
     hp, val_loss, model_path = trainer.hp, result["val_loss"], log.folder / "model.pt"
     if hp.save_model:
-        save_model(model_path, hp, trainer.model, hp.num_steps, val_loss)
+        state = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=hp.num_steps, val_loss=val_loss,
+                     model=trainer.model.state_dict())
+        try:
+            write_whole(model_path, state)
+        except (OSError, RuntimeError) as error:
+            log.complain("model", f"{model_path} could not be written ({error})")
     in_bytes = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     reached = "reached" if val_loss <= hp.target_loss else "not reached"
     log.write(f"final validation loss {val_loss:.4f}{in_bytes} (target {hp.target_loss} {reached}) after "
