@@ -37,6 +37,7 @@ import signal
 import sys
 import time
 import uuid
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,7 +135,7 @@ class Hyperparameters:
     save_model: bool = True             # write model.pt at the end
     save_every: int = 0                 # steps between checkpoints to resume from; 0: none but when stopped
     keep_checkpoints: int = 2           # how many of the last checkpoints stay
-    resume: str = ""                    # go on from a checkpoint, a run's folder, or auto (the newest run's last)
+    resume: str = ""                    # go on from a checkpoint, a run's folder, or auto: the last run
     resume_anyway: bool = False         # even with hyperparameters that make it another training
     timeout: float = 600.0              # seconds after which a rank that does not answer stops the run
     hellaswag: str = ""                 # folder of data/hellaswag.py to score, at the end or with checkpoint
@@ -399,26 +400,21 @@ class Muon(torch.optim.Optimizer):
         return self.orthogonalize(wide.to(self.dtype), group["steps"])
 
     @torch.no_grad()
-    def gather_momentum(self) -> dict[Tensor, Tensor]:
-        """The momentum of every parameter, on the host, from the ranks that keep it. A collective."""
-        momentum = {}
+    def gather_momentum(self):
+        """(parameter, momentum) of all of them, from the ranks that keep it. A collective."""
         for group in self.param_groups:
-            for chunk, mine in self.chunks(group):
-                buffers = [self.state[p].get("momentum_buffer", torch.zeros_like(p)) for p in mine]
-                wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in buffers]) if mine else None
-                everyone, handle = self.share(wide, group, torch.float32)
-                if handle:
-                    handle.wait()
-                for p, x in zip(chunk, everyone):
-                    momentum[p] = to_host(x.mT if p.size(0) > p.size(1) else x)
-        return momentum
+            for number, p in enumerate(group["params"]):
+                buffer = self.state.get(p, {}).get("momentum_buffer", torch.zeros_like(p))
+                if self.world_size > 1:
+                    dist.broadcast(buffer, number // self.per_rank % self.world_size)
+                yield p, buffer
 
-    def share(self, updates: Tensor | None, group: dict, dtype: torch.dtype | None = None):
+    def share(self, updates: Tensor | None, group: dict):
         """(the updates of all ranks, the handle to wait for)"""
         if self.world_size == 1:
             return updates, None
         p = group["params"][0]
-        mine = torch.zeros(self.per_rank, min(p.shape), max(p.shape), dtype=dtype or self.dtype, device=p.device)
+        mine = torch.zeros(self.per_rank, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
         if updates is not None:  # the last chunk may have fewer parameters than ranks
             mine[:len(updates)] = updates
         everyone = mine.new_empty(self.world_size * self.per_rank, *mine.shape[1:])
@@ -432,10 +428,6 @@ class Muon(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
             update = update.mT if p.size(0) > p.size(1) else update
             p.add_(update, alpha=-group["lr"] * update_scale(p))
-
-
-def to_host(x: Tensor) -> Tensor:
-    return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def update_scale(p: Tensor) -> float:
@@ -753,8 +745,10 @@ def read_manifest(folder: Path) -> dict:
         if not (manifest["format"] == 1 and manifest["complete"]):
             raise UserError(f"{path}: not complete, or of another format; run the script that made it again")
         shards = {entry["file"]: (entry["tokens"], entry["text_bytes"]) for entry in manifest["shards"]}
+        if not all(type(number) in (int, type(None)) for numbers in shards.values() for number in numbers):
+            raise ValueError("a number of tokens or of bytes is none")
         return manifest | dict(shards=shards)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); make it again") from None
 
 
@@ -808,10 +802,14 @@ class Loader:
     def __len__(self) -> int:
         return self.ends[-1]
 
+    def locate(self, index: int) -> tuple[Shard, int]:
+        """(the shard of a batch, its number there)"""
+        number = bisect.bisect_right(self.ends, index)
+        return self.shards[number], index - (self.ends[number] - self.batches[number])
+
     def read(self, index: int) -> Tensor:
         """This rank's share of a batch, on the host: uint16 [micro-steps, pieces, tokens + 1]."""
-        number = bisect.bisect_right(self.ends, index)
-        shard, place = self.shards[number], index - (self.ends[number] - self.batches[number])
+        shard, place = self.locate(index)
         stride, piece = (shard.num_tokens - 1) // self.lanes, min(self.segment, self.sequence_tokens)
         micro_steps = self.batch_tokens // (self.world_size * self.sequence_tokens)
         host = torch.empty((micro_steps, self.sequence_tokens // piece, piece + 1), dtype=torch.uint16,
@@ -927,43 +925,63 @@ def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Ten
 class Logger:
     """log.txt and metrics.jsonl, flushed, by rank 0 alone; a bar on a terminal, plain lines elsewhere."""
 
-    def __init__(self, hp: Hyperparameters, place: "Place", folder: Path, sizes: tuple | None = None):
-        """`sizes`: where the two files ended when the checkpoint was made that the run goes on from."""
-        self.main, self.terminal, self.bar, self.folder = place.rank == 0, sys.stdout.isatty(), None, folder
-        self.files, self.failed = {}, set()
+    def __init__(self, hp: Hyperparameters, place: "Place", folder: Path, sizes=(0, 0)):
+        """`sizes`: where the two files ended at the checkpoint that the run goes on from."""
+        self.main, self.terminal, self.bar = place.rank == 0, sys.stdout.isatty(), None
+        self.folder, self.files, self.complaints = folder, {}, set()
+        self.saver = ThreadPoolExecutor(1, "saver")
+        self.saved = self.saver.submit(int)  # the write that training does not wait for
         if not self.main:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name, size in zip(("log.txt", "metrics.jsonl"), sizes or (None, None)):
-                path = self.folder / name
-                if size is not None and path.exists() and path.stat().st_size >= size:
-                    os.truncate(path, size)  # what came after the checkpoint will come again
-                    self.files[name] = open(path, "a", encoding="utf-8")
-                else:
-                    self.files[name] = open(path, "w", encoding="utf-8")
+            for name, size in zip(("log.txt", "metrics.jsonl"), sizes):
+                file = self.files[name] = open(self.folder / name, "a", encoding="utf-8")
+                file.truncate(min(size, file.tell()))  # what came after the checkpoint will come again
         except OSError as error:
             raise UserError(f"--log_dir={hp.log_dir}: {error.strerror}; give another folder") from None
-        if not any(file.tell() for file in self.files.values()):
+        if not self.sizes()[0]:
             self.write(Path(__file__).read_text(encoding="utf-8"), SEPARATOR,
                        *(f"{name}: {value!r}" for name, value in as_dict(hp).items()),
                        *environment(place), SEPARATOR, show=False)
             self.record(start=True, hyperparameters=as_dict(hp), environment=environment(place))
 
     def sizes(self) -> list[int]:
-        return [file.tell() for file in self.files.values()]
+        return [os.fstat(file.fileno()).st_size for file in self.files.values()]
 
     def put(self, name: str, text: str) -> None:
         try:
             print(text, file=self.files[name], flush=True)
+            os.stat(self.folder / name)  # a file whose folder is gone takes writes without a word
         except OSError as error:
-            self.complain(name, f"{self.folder / name} can no longer be written ({error.strerror})")
+            self.complain("log", f"{self.folder / name} can no longer be written ({error.strerror})")
 
     def complain(self, about: str, sentence: str) -> None:
-        """Once about each thing; the training is worth more than its log."""
-        if about not in self.failed:
-            self.failed.add(about)
+        """Once about each thing: the training is worth more than its log."""
+        if about not in self.complaints:
             print(f"warning: {sentence}; training goes on", file=sys.stderr, flush=True)
+        self.complaints.add(about)
+
+    def save(self, name: str, state: dict, keep: int = 0) -> None:
+        """Beside the training, which waits for one copy to the host and not for the disk."""
+        if self.main:
+            self.saved.result()  # at most one copy at a time
+            self.saved = self.saver.submit(self.write_whole, self.folder / name, state, keep)
+
+    def write_whole(self, path: Path, state: dict, keep: int) -> None:
+        """Under a temporary name first, and on the disk: whatever has the final name is whole."""
+        temporary = path.with_suffix(".tmp")
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            for old in checkpoints(self.folder)[:-keep] if keep else ():
+                old.unlink()
+        except (OSError, RuntimeError) as error:  # RuntimeError is torch.save's word for a full disk
+            temporary.unlink(missing_ok=True)
+            self.complain("save", f"{path} could not be written ({one_line(error)})")
 
     def write(self, *lines: str, show: bool = True) -> None:
         if self.main:
@@ -1005,120 +1023,89 @@ def environment(place: "Place") -> list[str]:
     return [versions, hardware]
 
 
-def write_whole(path: Path, state: dict) -> None:
-    """Under a temporary name first, and on the disk: whatever has the final name is whole."""
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-class Saver:
-    """Writes checkpoints beside the training: the training waits for one copy to the host, not for the disk."""
-
-    def __init__(self, log: Logger, keep: int):
-        self.log, self.keep, self.writer, self.writing = log, keep, ThreadPoolExecutor(1, "saver"), None
-
-    def save(self, name: str, state: dict) -> None:
-        self.wait()
-        self.writing = self.writer.submit(self.write, self.log.folder / name, state)
-
-    def write(self, path: Path, state: dict) -> None:
-        write_whole(path, state)
-        for old in sorted(path.parent.glob("checkpoint_*.pt"))[:-self.keep]:
-            old.unlink()
-
-    def wait(self) -> None:
-        if self.writing:
-            try:
-                self.writing.result()
-            except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when the disk is full
-                reason = str(error).strip().split("\n")[0]
-                self.log.complain("checkpoint", f"a checkpoint in {self.log.folder} was not written ({reason})")
-            self.writing = None
+def to_host(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", copy=True)
 
 
-# Another value of these is still the same training.
-SAME_TRAINING = {"preset", "device", "compile", "tune_kernels", "log_dir", "run_id", "log_every", "save_model", "show",
-                 "save_every", "keep_checkpoints", "resume", "resume_anyway", "timeout", "hellaswag", "checkpoint",
-                 "sample", "sample_tokens", "temperature", "top_k", "target_loss", "val_every", "train_files",
-                 "val_files"}
-
-
-def run_folder(hp: Hyperparameters) -> Path:
-    """The folder of this run: as named, as resumed, that of torchrun's restarted group, or a new one."""
-    logs, restarted = Path(hp.log_dir), os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if hp.run_id:
-        return logs / hp.run_id
-    if hp.resume and hp.resume != "auto":
-        path = Path(hp.resume)
-        return path if path.is_dir() else path.parent
-    tag = restarted.replace("-", "")[:12] if restarted != "none" else uuid.uuid4().hex[:6]
-    if earlier := sorted(logs.glob(f"*_{tag}")):
-        return earlier[-1]
-    with_checkpoints = sorted(logs.glob("*/checkpoint_*.pt"), key=lambda path: path.stat().st_mtime)
-    if hp.resume == "auto" and with_checkpoints:
-        return with_checkpoints[-1].parent
-    return logs / f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{tag}"
-
-
-def find_checkpoint(hp: Hyperparameters, folder: Path, say) -> dict | None:
-    """The newest checkpoint that can be read, or the one that was named; a damaged one is passed over by name."""
-    if not hp.resume and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return None
-    named = Path(hp.resume) if hp.resume not in ("", "auto") else folder
-    paths = sorted(folder.glob("checkpoint_*.pt"), reverse=True)
-    if not named.is_dir() and named != folder:
-        paths = [named] + [path for path in paths if path.name < named.name]
-    for path in paths:
-        try:
-            state = read_checkpoint(path)
-            say(f"going on from {path}, step {state['step']}")
-            return state
-        except UserError as error:
-            say(f"passed over: {error}")
-    if hp.resume not in ("", "auto"):
-        raise UserError(f"--resume={hp.resume}: there is no checkpoint that can be read; give a run's folder, or auto")
-    return None
-
-
-def read_checkpoint(path: Path) -> dict:
+def read_saved(path: str | Path) -> dict:
+    """A checkpoint or a model, without anything that could run; tensors stay on the disk until used."""
     try:
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():  # torch.load itself compares no checksums
+                raise ValueError(f"the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        assert state["format"] == CHECKPOINT_FORMAT, f"format {state['format']}, not {CHECKPOINT_FORMAT}"
-        assert {"step", "model", "adam", "muon", "index", "random", "clocks", "sizes"} <= state.keys(), "incomplete"
+        numbers = [state.get(name, 0) for name in ("step", "index", "format")] + [*state.get("sizes", ())]
+        if not (all(type(x) is int and x >= 0 for x in numbers) and state["format"] == CHECKPOINT_FORMAT):
+            raise ValueError(f"its format is not {CHECKPOINT_FORMAT}")
         return state
     except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
-        reason = str(error).strip().split("\n")[0][:200]
-        raise UserError(f"{path}: not a checkpoint that can be read ({type(error).__name__}: {reason})") from None
+        raise UserError(f"{path}: cannot be loaded ({one_line(error)})") from None
 
 
-def check_same_training(hp: Hyperparameters, saved: dict, say) -> None:
-    """List the hyperparameters that changed; refuse those that would make it another training."""
-    changed = [name for name, value in as_dict(hp).items() if saved.get(name) != value and name not in SAME_TRAINING]
-    listed = ", ".join(f"{name} {saved.get(name)!r} → {getattr(hp, name)!r}" for name in changed)
-    if changed and not hp.resume_anyway:
-        raise UserError(f"--resume: these differ from the checkpoint and make it another training: {listed}; give the "
-                        "old values, or --resume_anyway")
-    if changed:
-        say(f"changed since the checkpoint: {listed}")
+def checkpoints(folder: Path, pattern: str = "checkpoint_*.pt") -> list[Path]:
+    """The latest last: by the time of writing, for a run may have gone back to an earlier step."""
+    return sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def find_run(hp: Hyperparameters, restarted: bool) -> tuple[Path, Path | None, list[str]]:
+    """(the run's folder, the checkpoint to go on from, what to say of it), without those that are damaged."""
+    logs, named, notes = Path(hp.log_dir), Path(hp.resume), []
+    job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
+    new = logs / f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}"
+    by_path = hp.resume not in ("", "auto")
+    folder = max(logs.glob(f"*_{job}"), default=new) if restarted else new
+    folder = logs / hp.run_id if hp.run_id else folder
+    folder = folder if not by_path else named if named.is_dir() else named.parent
+    anywhere = hp.resume == "auto" and not hp.run_id and not restarted
+    found = checkpoints(logs, "*/checkpoint_*.pt") if anywhere else checkpoints(folder)
+    if found and not (hp.resume or restarted):
+        raise UserError(f"--run_id={hp.run_id}: {folder} has checkpoints; add --resume=auto, or rename it")
+    if named in found and not restarted:
+        found = found[:found.index(named) + 1]
+    for path in reversed(found):
+        try:
+            return path.parent, path, [*notes, f"going on from {path}, step {read_saved(path)['step']}"]
+        except UserError as error:
+            notes.append(f"passed over {error}")
+    if by_path:
+        raise UserError("; ".join([f"--resume={hp.resume}: no checkpoint there can be read", *notes]))
+    return folder, None, notes
+
+
+def changed_since(hp: Hyperparameters, saved: dict) -> str:
+    """Which hyperparameters are not the checkpoint's; refuses those that would make it another training."""
+    names = list(as_dict(hp))
+    harmless = {"preset", "target_loss", "val_every", "device", "attention", "compile", "tune_kernels"}
+    changed = {name: f"{name} {saved.get(name)!r} → {value!r}" for name, value in as_dict(hp).items()
+               if saved.get(name) != value and not name.startswith("resume")}
+    harmless |= {*names[names.index("log_dir"):]}  # all about output
+    others = [text for name, text in changed.items() if name not in harmless]
+    if others and not hp.resume_anyway:
+        raise UserError(f"--resume={hp.resume}: this is another training than the checkpoint's: "
+                        f"{', '.join(others)}; give the old values, or --resume_anyway")
+    return f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"
 
 
 def load_model(path: str, place: "Place") -> GPT:
     """A model with the hyperparameters that it was saved with, on this device."""
+    state = read_saved(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        assert state["format"] == CHECKPOINT_FORMAT, f"format {state['format']}, not {CHECKPOINT_FORMAT}"
-        hp = Hyperparameters(**state["hyperparameters"])
-        validate(hp)
+        saved, weights = state["hyperparameters"] | dict(preset="laptop"), state["model"]
+        assert saved["num_layers"] <= len(weights), "fewer weights than layers"
+        hp = parse_command_line([f"--{name}={value}" for name, value in saved.items()])
+        hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # of use here only as room for the prompt
+        with torch.device("meta"):  # what the file claims takes no memory before it is seen to be so
+            shapes = {name: p.shape for name, p in GPT(hp).state_dict().items()}
+        assert shapes == {name: p.shape for name, p in weights.items()}, "weights of other shapes"
         model = GPT(hp, place.dtype, "banded")
-        model.load_state_dict(state["model"])
+        model.load_state_dict(weights)
     except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
-        reason = str(error).strip().split("\n")[0][:200]
-        raise UserError(f"--checkpoint={path}: cannot be loaded ({type(error).__name__}: {reason}); give the "
-                        "model.pt of a run") from None
+        raise UserError(f"--checkpoint={path}: cannot be loaded ({one_line(error)}); give the model.pt of a "
+                        "run") from None
     return model.to(place.device).eval()
 
 
@@ -1165,6 +1152,8 @@ def sample(model: GPT, prompt: str, hp: Hyperparameters) -> str:
     encode, decode = text_codec(model.hp)
     generator, device = torch.Generator().manual_seed(hp.seed), model.skip_weights.device
     tokens = [model.hp.document_token, *encode(prompt)]
+    if max(tokens) >= model.hp.vocab_size:
+        raise UserError(f"the text has token {max(tokens)} and the model knows {model.hp.vocab_size} tokens")
     window = torch.tensor(window_at(model.hp, model.hp.num_steps), dtype=torch.int32, device=device)
     room = min(model.hp.sequence_tokens, (band_reach(model.hp) + 2) * BLOCK)
     for _ in range(hp.sample_tokens):
@@ -1364,16 +1353,16 @@ class Trainer:
                 loss.backward()
         loss, stop = read()
         self.stopping = stop > 0  # every rank hears of it in the same step
-        if not math.isfinite(loss):
-            raise UserError(f"the loss of step {step + 1} is {loss}: {self.first_not_finite()}; lower the "
-                            f"rates, or look at batch {step} of {self.hp.train_files}")
+        # on CUDA, to look at the gradients would wait for them: there the next loss tells, or the checkpoint
+        cpu = self.place.device.type == "cpu"
+        self.require_finite(step + 1, loss, [p.grad for p in self.model.parameters()] if cpu else [])
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss
 
     def send(self, shared: Tensor):
-        """Average over the ranks and send to the host ahead of the backward pass: to read it then stalls nothing."""
+        """Average over the ranks and send to the host before the backward pass: reading it stalls nothing."""
         if self.place.world_size > 1:
             dist.all_reduce(shared)
             shared /= self.place.world_size
@@ -1382,44 +1371,61 @@ class Trainer:
         host, arrived = torch.empty(2, pin_memory=True), torch.cuda.Event()
         host.copy_(shared, non_blocking=True)
         arrived.record()
-        return lambda: (arrived.synchronize(), host.tolist())[1]
 
-    def first_not_finite(self) -> str:
-        for kind, tensor_of in (("parameter", lambda p: p), ("gradient", lambda p: p.grad)):
-            for name, p in self.model.named_parameters():
-                if not tensor_of(p).isfinite().all():
-                    return f"the first {kind} that is not finite is that of {name}"
-        return "all parameters and gradients are finite"
+        def read() -> list[float]:
+            deadline = time.monotonic() + self.hp.timeout
+            while not arrived.query():
+                if time.monotonic() > deadline:
+                    raise dist.DistError(f"no loss from all ranks in {self.hp.timeout} s")
+                time.sleep(1e-4)
+            return host.tolist()
+        return read
+
+    def require_finite(self, step: int, loss: float, tensors: list[Tensor]) -> None:
+        """Stop before what is not finite gets into weights or a checkpoint, and say which batch to replay."""
+        if math.isfinite(loss) and all(torch.isfinite(x.detach()).all() for x in tensors):
+            return
+        named = list(self.model.named_parameters())
+        kinds = [("parameter", *n) for n in named] + [("gradient", name, p.grad) for name, p in named]
+        found = [f"the first {kind} that is not finite is that of {name}" for kind, name, x in kinds
+                 if x is not None and not x.isfinite().all()] or ["all parameters and gradients are finite"]
+        shard, place = self.train_data.locate(index := max(0, self.train_data.index - 1))
+        raise UserError(f"the loss of step {step} is {loss}: {found[0]}; its batch is {index}, number "
+                        f"{place} of {shard.path}; lower the rates, or replay it from the last checkpoint")
 
     def state(self, step: int, clock: "Clock", sizes: list) -> dict:
-        """All that training goes on from, copied to the host once. A collective: the ranks share out the momentum."""
+        """All that training goes on from, copied once, to rank 0's host. A collective, for the momentum."""
         adam, muon = self.optimizers
+        self.require_finite(step, 0.0, list(self.model.parameters()))
         names = {p: name for name, p in self.model.named_parameters()}
+        copied = to_host if self.place.rank == 0 else (lambda x: None)
         return dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(self.hp), step=step, clocks=clock.now(),
                     sizes=sizes, index=self.train_data.index, random=torch.random.get_rng_state(),
-                    model={name: to_host(p) for name, p in self.model.state_dict().items()},
-                    adam={names[p]: {key: to_host(x) for key, x in moments.items()} for p, moments in
-                          adam.state.items()},
-                    muon={names[p]: x for p, x in muon.gather_momentum().items()})
+                    model={name: copied(p) for name, p in self.model.state_dict().items()},
+                    adam={names[p]: {key: copied(x) for key, x in x.items()} for p, x in adam.state.items()},
+                    muon={names[p]: copied(x) for p, x in muon.gather_momentum()})
 
     @torch.no_grad()
-    def restore(self, state: dict) -> None:
+    def restore(self, state: dict, clock: "Clock") -> None:
         """Go on from a state that any number of ranks made."""
+        def fitted(x: Tensor, like: Tensor) -> Tensor:
+            return torch.empty_like(like).copy_(x.view_as(like))
+
         adam, muon = self.optimizers
+        mine = {p for group in muon.param_groups for _, own in muon.chunks(group) for p in own}
         try:
             self.model.load_state_dict(state["model"])
             for name, p in self.model.named_parameters():
-                if name in state["adam"]:
-                    adam.state[p] = {key: x.to(p.device) for key, x in state["adam"][name].items()}
-            mine = {p for group in muon.param_groups for _, own in muon.chunks(group) for p in own}
-            for name, p in self.model.named_parameters():
                 if p in mine:
-                    muon.state[p]["momentum_buffer"] = state["muon"][name].to(p.device, copy=True)
+                    muon.state[p]["momentum_buffer"] = fitted(state["muon"][name], p)
+                elif name in state["adam"]:
+                    likes = dict(step=torch.zeros((), device=p.device), exp_avg=p, exp_avg_sq=p)
+                    adam.state[p] = {key: fitted(state["adam"][name][key], likes[key]) for key in likes}
             self.train_data.index = state["index"]
+            clock.ms = {kind: float(state["clocks"][kind]) for kind in clock.ms}
             torch.random.set_rng_state(state["random"])
-        except (KeyError, RuntimeError, AttributeError, TypeError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise UserError(f"--resume={self.hp.resume}: the checkpoint does not fit this model ({reason})") from None
+        except (KeyError, RuntimeError, AttributeError, TypeError, ValueError) as error:
+            raise UserError(f"the checkpoint does not fit this training ({one_line(error)})") from None
 
     def check_ranks_agree(self) -> None:
         """A cheap sum over the bits of each parameter: ranks that silently drift apart stop here."""
@@ -1429,11 +1435,11 @@ class Trainer:
                             .sum(dtype=torch.int64) for p in self.model.parameters()])
         everyone = sums.new_empty(self.place.world_size, len(sums))
         dist.all_gather_single(everyone, sums)
-        for name, values in zip((name for name, _ in self.model.named_parameters()), everyone.T.tolist()):
-            if len(set(values)) > 1:
-                rank = next(rank for rank, value in enumerate(values) if value != values[0])
-                raise UserError(f"rank {rank} and rank 0 differ in parameter {name}: the ranks have drifted apart; "
-                                "check the hardware, then go on with --resume=auto")
+        for (name, _), values in zip(self.model.named_parameters(), everyone.T.tolist()):
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise UserError(f"rank {rank} and rank 0 have drifted apart, first in parameter {name}; "
+                                    "check the hardware, then go on with --resume=auto")
 
     def warm_up(self) -> None:
         """Compile every path on made-up tokens, then put everything back as it was."""
@@ -1486,12 +1492,11 @@ def compiled_graphs() -> int:
 def train(hp: Hyperparameters, place: Place) -> float | None:
     """The whole run; returns the final validation loss, or None if it was told to stop before."""
     trainer, clock = Trainer(hp, place), Clock(place.device)
-    folder, start, sizes = resume(trainer, clock)
+    folder, start, sizes, notes = resume(trainer, clock)
     log = Logger(hp, place, folder, sizes)
-    saver = Saver(log, hp.keep_checkpoints)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     log.write(*environment(place),
-              f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens", show=True)
+              f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens", *notes)
     clock.switch("warmup")
     if place.compile:
         log.write("compiling and warming up …")
@@ -1504,8 +1509,7 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
             if step > start and (trainer.stopping or last and hp.save_every or
                                  hp.save_every and step % hp.save_every == 0):
                 state = trainer.state(step, clock, log.sizes())
-                if place.rank == 0:
-                    saver.save(f"checkpoint_{step:07d}.pt", state)
+                log.save(f"checkpoint_{step:07d}.pt", state, hp.keep_checkpoints)
             if trainer.stopping:
                 break
             if last or hp.val_every and step % hp.val_every == 0:
@@ -1515,6 +1519,7 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
                 result = evaluate(hp, trainer.forward, trainer.val_data, trainer.window, place,
                                   trainer.bytes_per_token)
                 clock.switch("train")
+                trainer.require_finite(step, result["val_loss"], [])
                 log.step(step, hp.num_steps, "val_loss", result["val_loss"], clock.ms["train"])
                 log.record(step=step, tokens=tokens, **result, **state_of(trainer, clock))
             if last:
@@ -1526,9 +1531,10 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
                 log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock))
             log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
     clock.switch(None)
-    saver.wait()
+    log.saved.result()
     if trainer.stopping:
-        log.write(f"stopped by {trainer.interrupted or 'another rank'} after step {step}; go on with --resume={folder}")
+        log.write(f"stopped by {trainer.interrupted or 'another rank'} after step {step}; go on with "
+                  f"--resume={folder}")
         return None
     recompiles, trainer.model.attention = compiled_graphs() - graphs, "banded"  # what follows is not compiled
     if hp.hellaswag:
@@ -1540,37 +1546,58 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
     return result["val_loss"]
 
 
-def resume(trainer: Trainer, clock: Clock) -> tuple[Path, int, tuple | None]:
-    """(the run's folder, the step to start at, where its logs ended then); rank 0 chooses for all."""
+def resume(trainer: Trainer, clock: Clock) -> tuple[Path, int, tuple, list[str]]:
+    """(the run's folder, the step to start at, where its logs ended, what to say); rank 0 chooses for all."""
     hp, place = trainer.hp, trainer.place
-    say = print if place.rank == 0 else (lambda *_, **__: None)
-    chosen = [run_folder(hp)] if place.rank == 0 else [None]
+    restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), device=place.device)
+    if place.world_size > 1:
+        dist.all_reduce(restarts)  # the launcher of a machine that came back starts to count again
+    chosen = [find_run(hp, restarts > 0) if place.rank == 0 else None]
     if place.world_size > 1:
         dist.broadcast_object_list(chosen)
-    state = find_checkpoint(hp, chosen[0], say)
-    if state is None:
-        return chosen[0], 0, None
-    check_same_training(hp, state["hyperparameters"], say)
-    trainer.restore(state)
-    clock.ms = dict(state["clocks"])
-    return chosen[0], state["step"], state["sizes"]
+    folder, path, notes = chosen[0]
+    if path is None:
+        return folder, 0, (0, 0), notes
+    state = read_saved(path)
+    notes.append(changed_since(hp, state["hyperparameters"]))
+    trainer.restore(state, clock)
+    return folder, state["step"], state["sizes"], notes
 
 
 @contextlib.contextmanager
 def listening_to_signals(trainer: Trainer):
     """The first signal asks for a checkpoint after the step in hand, the second ends the process at once."""
     def hear(number, frame):
-        if trainer.interrupted:
+        if trainer.interrupted and time.monotonic() > first[0] + 1:  # Ctrl-C also comes through the launcher
             os._exit(128 + number)
-        trainer.interrupted = signal.Signals(number).name
+        trainer.interrupted = trainer.interrupted or signal.Signals(number).name
+        first.append(time.monotonic())
 
+    first = []
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
     before = {number: signal.signal(number, hear) for number in numbers}
     try:
         yield
+    except RuntimeError:
+        if trainer.interrupted:  # the launcher is ending us because another rank is gone
+            os._exit(1)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def silent_ranks(error: RuntimeError, patience_s: float = 3.0) -> str:
+    """A collective failed: a roll-call through the launcher's store tells whose fault it is."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"here{dist.get_rank()}", "")
+        time.sleep(patience_s)
+        silent = [str(rank) for rank in range(dist.get_world_size()) if not store.check([f"here{rank}"])]
+    except RuntimeError:
+        silent = ["0, or its machine,"]  # which keeps the store
+    return (f"rank {' and '.join(silent) or 'unknown'} stopped answering ({one_line(error)}); look at its "
+            "machine, then go on with --resume=auto")
 
 
 def state_of(trainer: Trainer, clock: Clock) -> dict:
@@ -1586,12 +1613,10 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
     """The end of a run, for a person: loss, clocks, memory, a sample, where things are."""
     hp, val_loss, model_path = trainer.hp, result["val_loss"], log.folder / "model.pt"
     if hp.save_model:
-        state = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=hp.num_steps, val_loss=val_loss,
-                     model=trainer.model.state_dict())
-        try:
-            write_whole(model_path, state)
-        except (OSError, RuntimeError) as error:
-            log.complain("model", f"{model_path} could not be written ({error})")
+        state = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=hp.num_steps,
+                     val_loss=val_loss, model=trainer.model.state_dict())
+        log.save("model.pt", state)
+        log.saved.result()
     in_bytes = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     reached = "reached" if val_loss <= hp.target_loss else "not reached"
     log.write(f"final validation loss {val_loss:.4f}{in_bytes} (target {hp.target_loss} {reached}) after "
@@ -1632,7 +1657,11 @@ def main(arguments: list[str]) -> int:
         else:
             train(hp, place)
         return 0
-    except UserError as error:
+    except (UserError, RuntimeError) as error:
+        if not isinstance(error, UserError):
+            if not (dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))):
+                raise
+            error = silent_ranks(error)
         if (rank := int(os.environ.get("RANK", 0))):
             time.sleep(10)  # what all ranks have to say, rank 0 says alone: torchrun then stops the others
         print(f"error on rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
