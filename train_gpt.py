@@ -1433,9 +1433,9 @@ class Trainer:
             return
         sums = torch.stack([p.detach().view(torch.int16 if p.element_size() == 2 else torch.int32)
                             .sum(dtype=torch.int64) for p in self.model.parameters()])
-        everyone = sums.new_empty(self.place.world_size, len(sums))
+        everyone = sums.new_empty(self.place.world_size * len(sums))
         dist.all_gather_single(everyone, sums)
-        for (name, _), values in zip(self.model.named_parameters(), everyone.T.tolist()):
+        for (name, _), values in zip(self.model.named_parameters(), everyone.view(-1, len(sums)).T.tolist()):
             for rank, value in enumerate(values):
                 if value != values[0]:
                     raise UserError(f"rank {rank} and rank 0 have drifted apart, first in parameter {name}; "
