@@ -77,6 +77,7 @@ launch() {
             address="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
         fi
         [ -n "$address" ] || die "NNODES=$nodes needs MASTER_ADDR, the address of the first machine"
+        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a store kept over restarts has the addresses of dead ranks
         torchrun --nnodes="$nodes" --node_rank="$node_rank" --nproc_per_node="$processes" --rdzv_backend=c10d \
             --rdzv_id="${SLURM_JOB_ID:-train_gpt}" --rdzv_endpoint="$address:${MASTER_PORT:-29500}" "$script" "$@"
     elif [ "$processes" -gt 1 ]; then

@@ -1304,8 +1304,13 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         torch.use_deterministic_algorithms(True)  # bit-for-bit repeatable; on CUDA it would cost speed
         torch.utils.deterministic.fill_uninitialized_memory = False
     if place.world_size > 1:
-        dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo",
-                                timeout=datetime.timedelta(seconds=hp.timeout),
+        of, store = os.environ, None
+        if of.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and of["GROUP_WORLD_SIZE"] == "1":
+            # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
+            store = dist.TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]))
+            store = dist.PrefixStore(f"attempt{of['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo", store=store, rank=place.rank,
+                                world_size=place.world_size, timeout=datetime.timedelta(seconds=hp.timeout),
                                 device_id=place.device if place.device.type == "cuda" else None)
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import train_gpt
 from runs import ROOT, SCRIPT, TINY, Result, make_data, trained
+from test_launch import free_port
 
 LONG = [*TINY, "--num_steps=30", "--val_every=10", "--save_every=4"]
 
@@ -80,9 +82,9 @@ def test_a_signal_to_one_rank_stops_all_after_a_checkpoint_and_a_second_run_fini
     assert re.search(r"stopped by another rank after step (\d+); go on with --resume=", run.output)
     saved = list(run.folder.glob("checkpoint_*"))
     assert len(saved) == 1 and 7 <= int(saved[0].stem[-7:]) < 30
-    run = Run(data, "term", "--resume=auto")
-    assert run.wait() == 0, run.output
-    same(run.folder, undisturbed)
+    assert train_gpt.main([*LONG, *data, f"--resume={run.folder}"]) == 0  # and here by one rank
+    result = Result(run.folder, subprocess.CompletedProcess([], 0, ""))
+    assert result.train_losses == pytest.approx(undisturbed.train_losses, abs=1e-4)
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path):
@@ -99,13 +101,11 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
 
 def test_torchrun_restarts_a_killed_rank_and_nothing_is_lost(data, undisturbed):
     run = Run(data, "killed", restarts=3)
-    for step in (6, 17):
-        run.until(f"step:{step}/30 train_loss")
-        os.kill(random.choice(list(run.ranks().values())), signal.SIGKILL)
-        run.until(f"(?s)step:{step}/30 train_loss.*going on from .*step:\\d+/30 train_loss")
+    run.until(f"step:{random.randint(5, 20)}/30 train_loss")
+    os.kill(random.choice(list(run.ranks().values())), signal.SIGKILL)
     assert run.wait() == 0, run.output
     same(run.folder, undisturbed)
-    assert "Traceback" not in run.output
+    assert run.output.count("going on from") == 1 and "Traceback" not in run.output
 
 
 def test_a_rank_that_stops_answering_is_named(data):
@@ -145,17 +145,15 @@ sys.exit(train_gpt.main(sys.argv[1:]))
 
 
 def test_a_machine_that_is_lost_and_comes_back_goes_on(data, undisturbed):
-    import socket
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
+    port = str(free_port())
 
     def machine(number: int) -> Run:
         return Run(data, "machines", "--resume=auto", command=[str(ROOT / "run.sh")], PYTHON=sys.executable, NNODES="2",
                    NODE_RANK=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NPROC="1", MAX_RESTARTS="3")
 
     first = machine(0)
-    time.sleep(0.5)
+    while subprocess.run(["bash", "-c", f": < /dev/tcp/127.0.0.1/{port}"], stderr=subprocess.DEVNULL).returncode:
+        time.sleep(0.2)  # the first to come keeps the store; the one that is lost must be the other
     second = machine(1)
     deadline = time.monotonic() + 60
     while not any("step:9/30" in run.output for run in (first, second)):  # either may be rank 0
