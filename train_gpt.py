@@ -1432,12 +1432,16 @@ class Trainer:
         except (KeyError, RuntimeError, AttributeError, TypeError, ValueError) as error:
             raise UserError(f"the checkpoint does not fit this training ({one_line(error)})") from None
 
+    def parameter_sums(self) -> Tensor:
+        """A cheap hash of each parameter: the sum of its bits, read as whole numbers."""
+        kinds = {2: torch.int16, 4: torch.int32}
+        return torch.stack([p.detach().view(kinds[p.element_size()]).sum() for p in self.model.parameters()])
+
     def check_ranks_agree(self) -> None:
-        """A cheap sum over the bits of each parameter: ranks that silently drift apart stop here."""
+        """Ranks that have silently drifted apart stop here."""
         if self.place.world_size == 1:
             return
-        sums = torch.stack([p.detach().view(torch.int16 if p.element_size() == 2 else torch.int32)
-                            .sum(dtype=torch.int64) for p in self.model.parameters()])
+        sums = self.parameter_sums()
         everyone = sums.new_empty(self.place.world_size * len(sums))
         dist.all_gather_single(everyone, sums)
         for (name, _), values in zip(self.model.named_parameters(), everyone.view(-1, len(sums)).T.tolist()):

@@ -76,12 +76,16 @@ def test_from_one_rank_to_two_to_three_to_one(data, whole, cut, tmp_path):
     for ranks, step in ((2, 2), (3, 4), (1, 5)):
         folder = cut(step, source)
         arguments = [*SIX, *data, f"--resume={folder}", "--save_every=1", "--keep_checkpoints=9"]
-        process = run(arguments, ranks)
-        assert process.returncode == 0 and "going on from" in process.stdout, process.stderr
+        if ranks == 1:
+            assert train_gpt.main(arguments) == 0
+        else:
+            process = run(arguments, ranks)
+            assert process.returncode == 0 and "going on from" in process.stdout, process.stderr
         source = folder
     assert losses(source) == pytest.approx(losses(whole), abs=1e-4) and steps(source)[:3] == steps(whole)[:3]
-    for name, weight in weights(source).items():
-        assert torch.allclose(weight, weights(whole)[name], atol=2e-2), name  # rounding, orthogonalized
+    ours, theirs = (torch.load(folder / "checkpoint_0000006.pt", weights_only=True)["muon"] for folder in (source, whole))
+    for name, momentum in theirs.items():
+        assert (momentum - ours[name]).norm() < 0.05 * momentum.norm(), name
 
 
 def test_the_momentum_of_all_ranks_is_in_a_checkpoint_that_runs_nothing(data, whole):

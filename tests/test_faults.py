@@ -31,13 +31,13 @@ class Run:
     """A run in the background, its output in a file that can be read meanwhile."""
 
     def __init__(self, data: list[str], name: str, *options: str, command: list[str] | None = None, ranks: int = 2,
-                 restarts: int = 0, script: Path = SCRIPT, **variables):
+                 restarts: int = 0, script: Path = SCRIPT, base: list[str] = LONG, **variables):
         logs = Path(data[-1].partition("=")[2])
         self.folder, self.path = logs / name, logs.parent / f"{name}_{random.random()}.out"
         launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
                                           f"--max-restarts={restarts}"]
         command = command or [sys.executable, *launcher, str(script)]
-        self.process = subprocess.Popen([*command, *LONG, *data, f"--run_id={name}", *options], start_new_session=True,
+        self.process = subprocess.Popen([*command, *base, *data, f"--run_id={name}", *options], start_new_session=True,
                                         stdout=open(self.path, "w"), stderr=subprocess.STDOUT,
                                         env=os.environ | {"OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR"} | variables)
 
