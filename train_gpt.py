@@ -211,7 +211,7 @@ def refuse(name: str, text, expected: str, better) -> None:
 
 def parse_value(name: str, text: str, kind):
     """What `text` means for a hyperparameter of this kind."""
-    if name in CHOICES and not text.startswith("("):
+    if name in CHOICES and not (kind == str | tuple and text.startswith("(")):
         if text not in CHOICES[name]:
             refuse(name, text, "one of " + ", ".join(CHOICES[name]), nearest(text, CHOICES[name]))
     elif kind == str | tuple:
@@ -233,7 +233,7 @@ def parse_value(name: str, text: str, kind):
             refuse(name, text, "a number", getattr(Hyperparameters, name))
         if kind is int and number != int(number):
             refuse(name, text, "a whole number", round(number))
-        return kind(number)
+        return int(text) if kind is int and text.lstrip("-").isdigit() else kind(number)
     return text
 
 
@@ -264,9 +264,8 @@ def parse_command_line(arguments: list[str]) -> Hyperparameters:
     return hp
 
 
-AT_LEAST_1 = ("vocab_size", "vocab_multiple", "num_steps", "batch_tokens", "sequence_tokens", "val_tokens",
-              "num_layers", "num_heads", "model_dim", "mlp_ratio", "window_start", "window_end", "muon_steps",
-              "log_every", "epochs", "keep_checkpoints", "timeout")
+AT_LEAST_1 = ("vocab_size", "vocab_multiple", "num_steps", "num_heads", "model_dim", "mlp_ratio", "log_every",
+              "window_start", "window_end", "muon_steps", "epochs", "keep_checkpoints", "timeout")
 AT_LEAST_0 = ("segment_tokens", "val_every", "softcap", "embed_rate", "head_rate", "scalar_rate", "muon_rate",
               "muon_decay", "muon_warmup_steps", "cooldown", "temperature", "top_k", "sample_tokens", "seed",
               "document_token", "save_every")
@@ -284,21 +283,25 @@ def validate(hp: Hyperparameters) -> None:
     for name in AT_LEAST_0:
         need(getattr(hp, name) >= 0, name, "0 or more", 0)
     for name in BELOW_1:
-        need(0 <= getattr(hp, name) < 1, name, "0 or more and below 1", 0.95)
-    unit, sequence, segment = 4 * hp.num_heads, hp.sequence_tokens, hp.segment_tokens or hp.batch_tokens
-    need(hp.value_lambdas in (1, 2), "value_lambdas", "1 or 2", 2)
-    need(0 < hp.rotary_fraction <= 1, "rotary_fraction", "above 0 and at most 1", 0.5)
+        need(0 <= getattr(hp, name) < 1, name, "0 or more, below 1", 0.0 if getattr(hp, name) < 0 else 0.99)
+    unit, sequence = 4 * hp.num_heads, hp.sequence_tokens
+    need(hp.num_layers >= 2, "num_layers", "at least 2, an encoder and a decoder", 2)
+    need(hp.value_lambdas in (1, 2), "value_lambdas", "1 or 2", min(2, max(1, hp.value_lambdas)))
+    need(0 < hp.rotary_fraction <= 1, "rotary_fraction", "above 0 and at most 1",
+         1.0 if hp.rotary_fraction > 1 else 0.5)
     need(hp.rotary_base > 1, "rotary_base", "above 1", 1024.0)
     need(hp.model_dim % unit == 0, "model_dim", f"a multiple of 4 × num_heads = {unit}",
          nearest_multiple(hp.model_dim, unit))
-    need(sequence % BLOCK == 0, "sequence_tokens", f"a multiple of the mask's block of {BLOCK}",
-         nearest_multiple(sequence, BLOCK))
-    need(sequence % segment == 0 or not hp.segment_tokens, "segment_tokens",
-         f"a divisor of sequence_tokens={sequence}", math.gcd(segment, sequence))
-    need(hp.batch_tokens % sequence == 0, "batch_tokens", f"a multiple of sequence_tokens={sequence}",
-         nearest_multiple(hp.batch_tokens, sequence))
-    need(hp.val_tokens % sequence == 0, "val_tokens", f"a multiple of sequence_tokens={sequence}",
-         nearest_multiple(hp.val_tokens, sequence))
+    need(sequence > 0 and sequence % BLOCK == 0, "sequence_tokens",
+         f"a multiple of the mask's block of {BLOCK}", nearest_multiple(sequence, BLOCK))
+    if hp.segment_tokens and sequence % hp.segment_tokens:
+        divisors = (n for n in range(1, sequence + 1) if sequence % n == 0)
+        refuse("segment_tokens", hp.segment_tokens, f"a divisor of sequence_tokens={sequence}",
+               min(divisors, key=lambda n: abs(n - hp.segment_tokens)))
+    for name in ("batch_tokens", "val_tokens"):
+        tokens = getattr(hp, name)
+        need(tokens > 0 and tokens % sequence == 0, name, f"a multiple of sequence_tokens={sequence}",
+             nearest_multiple(tokens, sequence))
     need(hp.document_token < hp.vocab_size, "document_token", f"below vocab_size={hp.vocab_size}",
          hp.vocab_size - 1)
     need(all(layer in range(hp.num_layers) for layer in hp.attention_free), "no_attention",
@@ -643,10 +646,11 @@ def key_bands(x: Tensor, span: int) -> Tensor:
 def fold_bands(bands: Tensor) -> Tensor:
     """The transpose of key_bands: the gradients of the overlapping views, summed."""
     blocks, heads, span, head_dim = bands.shape
-    total = bands.new_zeros(blocks + span // BLOCK - 1, BLOCK, heads, head_dim)
-    for start in range(span // BLOCK):
-        total[start:start + blocks] += bands[:, :, start * BLOCK:(start + 1) * BLOCK].transpose(1, 2)
-    return total[span // BLOCK - 1:].flatten(0, 1)
+    total = bands.new_zeros(blocks, BLOCK, heads, head_dim)
+    for back in range(span // BLOCK):  # the part of each band that lies this many blocks before its queries
+        part = bands[back:, :, span - (back + 1) * BLOCK:span - back * BLOCK]
+        total[:blocks - back] += part.transpose(1, 2)
+    return total.flatten(0, 1)
 
 
 def narrow_band(bias: Tensor, window: Tensor) -> Tensor:
@@ -1095,7 +1099,7 @@ def load_model(path: str, place: "Place") -> GPT:
     state = read_saved(path)
     try:
         saved, weights = state["hyperparameters"] | dict(preset="laptop"), state["model"]
-        assert saved["num_layers"] <= len(weights), "fewer weights than layers"
+        assert saved["num_layers"] <= len(weights) and saved["sequence_tokens"] <= 2**24, "claims too much"
         hp = parse_command_line([f"--{name}={value}" for name, value in saved.items()])
         hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # of use here only as room for the prompt
         with torch.device("meta"):  # what the file claims takes no memory before it is seen to be so
@@ -1141,8 +1145,8 @@ def text_codec(hp: Hyperparameters) -> tuple:
         import tiktoken
         gpt2 = tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken fetches the vocabulary, in ways that fail in many ways
-        raise UserError(f"text needs tiktoken with GPT-2's vocabulary ({type(error).__name__}); install "
-                        "data/requirements.txt on a machine with network") from None
+        raise UserError(f"text needs tiktoken and GPT-2's vocabulary ({type(error).__name__}); pip install "
+                        "-r data/requirements.txt, then python data/vocabulary.py") from None
     return gpt2.encode_ordinary, gpt2.decode
 
 

