@@ -1031,10 +1031,6 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def to_host(x: Tensor) -> Tensor:
-    return x.detach().to("cpu", copy=True)
-
-
 def read_saved(path: str | Path) -> dict:
     """A checkpoint or a model, without anything that could run; tensors stay on the disk until used."""
     try:
@@ -1042,8 +1038,8 @@ def read_saved(path: str | Path) -> dict:
             if damaged := archive.testzip():  # torch.load itself compares no checksums
                 raise ValueError(f"the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        numbers = [state.get(name, 0) for name in ("step", "index", "format")] + [*state.get("sizes", ())]
-        if not (all(type(x) is int and x >= 0 for x in numbers) and state["format"] == CHECKPOINT_FORMAT):
+        numbers = [state["step"], state.get("index", 0), *state.get("sizes", (0, 0))]
+        if state["format"] != CHECKPOINT_FORMAT or [type(x) is int and x >= 0 for x in numbers] != [True] * 4:
             raise ValueError(f"its format is not {CHECKPOINT_FORMAT}")
         return state
     except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
@@ -1055,15 +1051,15 @@ def checkpoints(folder: Path, pattern: str = "checkpoint_*.pt") -> list[Path]:
     return sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
-def find_run(hp: Hyperparameters, restarted: bool) -> tuple[Path, Path | None, list[str]]:
+def find_run(hp: Hyperparameters) -> tuple[Path, Path | None, list[str]]:
     """(the run's folder, the checkpoint to go on from, what to say of it), without those that are damaged."""
     logs, named, notes = Path(hp.log_dir), Path(hp.resume), []
     job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
     new = logs / f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}"
     by_path = hp.resume not in ("", "auto")
-    folder = max(logs.glob(f"*_{job}"), default=new) if restarted else new
-    folder = logs / hp.run_id if hp.run_id else folder
-    folder = folder if not by_path else named if named.is_dir() else named.parent
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    folder = ((named if named.is_dir() else named.parent) if by_path else logs / hp.run_id if hp.run_id else
+              max(logs.glob(f"*_{job}"), default=new) if restarted else new)
     anywhere = hp.resume == "auto" and not hp.run_id and not restarted
     found = checkpoints(logs, "*/checkpoint_*.pt") if anywhere else checkpoints(folder)
     if found and not (hp.resume or restarted):
@@ -1309,12 +1305,13 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
     if place.world_size > 1:
         of, store = os.environ, None
+        patience = hp.timeout + 60 * (place.device.type == "cuda")  # Trainer.send first: it names ranks
         if of.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and of["GROUP_WORLD_SIZE"] == "1":
             # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
             store = dist.TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]))
             store = dist.PrefixStore(f"attempt{of['TORCHELASTIC_RESTART_COUNT']}", store)
-        dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo", store=store, rank=place.rank,
-                                world_size=place.world_size, timeout=datetime.timedelta(seconds=hp.timeout),
+        dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo", store=store,
+                                rank=place.rank, world_size=place.world_size, timeout=datetime.timedelta(seconds=patience),
                                 device_id=place.device if place.device.type == "cuda" else None)
 
 
@@ -1407,7 +1404,7 @@ class Trainer:
         adam, muon = self.optimizers
         self.require_finite(step, 0.0, list(self.model.parameters()))
         names = {p: name for name, p in self.model.named_parameters()}
-        copied = to_host if self.place.rank == 0 else (lambda x: None)
+        copied = (lambda x: x.detach().to("cpu", copy=True)) if self.place.rank == 0 else (lambda x: None)
         return dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(self.hp), step=step, clocks=clock.now(),
                     sizes=sizes, index=self.train_data.index, random=torch.random.get_rng_state(),
                     model={name: copied(p) for name, p in self.model.state_dict().items()},
@@ -1433,26 +1430,22 @@ class Trainer:
             self.train_data.index = state["index"]
             clock.ms = {kind: float(state["clocks"][kind]) for kind in clock.ms}
             torch.random.set_rng_state(state["random"])
+            if state["step"] > self.hp.num_steps or len(state["sizes"]) != 2:
+                raise ValueError(f"step {state['step']} of {self.hp.num_steps}")
         except (KeyError, RuntimeError, AttributeError, TypeError, ValueError) as error:
             raise UserError(f"the checkpoint does not fit this training ({one_line(error)})") from None
 
-    def parameter_sums(self) -> Tensor:
-        """A cheap hash of each parameter: the sum of its bits, read as whole numbers."""
-        kinds = {2: torch.int16, 4: torch.int32}
-        return torch.stack([p.detach().view(kinds[p.element_size()]).sum() for p in self.model.parameters()])
-
     def check_ranks_agree(self) -> None:
-        """Ranks that have silently drifted apart stop here."""
-        if self.place.world_size == 1:
-            return
-        sums = self.parameter_sums()
-        everyone = sums.new_empty(self.place.world_size * len(sums))
-        dist.all_gather_single(everyone, sums)
+        """By a cheap hash of each parameter, the sum of its bits: ranks that drifted apart stop here."""
+        whole = {2: torch.int16, 4: torch.int32}
+        sums = torch.stack([p.detach().view(whole[p.element_size()]).sum() for p in self.model.parameters()])
+        everyone = sums.repeat(self.place.world_size)
+        if self.place.world_size > 1:
+            dist.all_gather_single(everyone, sums)
         for (name, _), values in zip(self.model.named_parameters(), everyone.view(-1, len(sums)).T.tolist()):
-            for rank, value in enumerate(values):
-                if value != values[0]:
-                    raise UserError(f"rank {rank} and rank 0 have drifted apart, first in parameter {name}; "
-                                    "check the hardware, then go on with --resume=auto")
+            if others := [rank for rank, value in enumerate(values) if value != values[0]]:
+                raise UserError(f"rank {others[0]} and rank 0 have drifted apart, first in parameter {name}; "
+                                "check the hardware, then go on with --resume=auto")
 
     def warm_up(self) -> None:
         """Compile every path on made-up tokens, then put everything back as it was."""
@@ -1562,10 +1555,7 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
 def resume(trainer: Trainer, clock: Clock) -> tuple[Path, int, tuple, list[str]]:
     """(the run's folder, the step to start at, where its logs ended, what to say); rank 0 chooses for all."""
     hp, place = trainer.hp, trainer.place
-    restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), device=place.device)
-    if place.world_size > 1:
-        dist.all_reduce(restarts)  # the launcher of a machine that came back starts to count again
-    chosen = [find_run(hp, restarts > 0) if place.rank == 0 else None]
+    chosen = [find_run(hp) if place.rank == 0 else None]
     if place.world_size > 1:
         dist.broadcast_object_list(chosen)
     folder, path, notes = chosen[0]

@@ -112,7 +112,7 @@ def bench_checkpoint(folder: Path) -> list[tuple]:
     trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
     log = train_gpt.Logger(hp, trainer.place, folder / "run")
     clock, batch = train_gpt.Clock(trainer.place.device), trainer.train_data.next_batch()
-    times = interleaved(step=lambda: trainer.step(batch, 0), hash=trainer.parameter_sums,
+    times = interleaved(step=lambda: trainer.step(batch, 0), hash=trainer.check_ranks_agree,
                         pause=lambda: log.save("checkpoint_0000001.pt", trainer.state(1, clock, log.sizes()), 1))
     log.saved.result()
     return [("pause per checkpoint, in hundredths of a step, laptop preset", 100 * times["pause"] / times["step"], "<=", 20.0),
@@ -129,10 +129,10 @@ def copies_of_a_checkpoint(data: list[str]) -> float:
     for optimizer, names in ((adam, ("exp_avg", "exp_avg_sq")), (muon, ("momentum_buffer",))):
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state[p] = {name: torch.zeros_like(p) for name in names}
-    to_host = train_gpt.to_host
-    train_gpt.to_host = lambda x: (copied.append(x.nbytes), to_host(x))[1]
+    to = torch.Tensor.to
+    torch.Tensor.to = lambda x, *where, **how: (copied.append(x.nbytes), to(x, *where, **how))[1]
     state = trainer.state(0, train_gpt.Clock(trainer.place.device), [0, 0])
-    train_gpt.to_host = to_host
+    torch.Tensor.to = to
     held = [x.nbytes for part in (state["model"], state["muon"], *state["adam"].values()) for x in part.values()]
     return sum(copied) / sum(held)
 
