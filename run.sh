@@ -82,7 +82,7 @@ launch() {
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a store kept over restarts has the addresses of dead ranks
         torchrun --nnodes="$nodes" --node_rank="$node_rank" --nproc_per_node="$processes" --rdzv_backend=c10d \
             --rdzv_id="${SLURM_JOB_ID:-train_gpt}" --rdzv_endpoint="$address:${MASTER_PORT:-29500}" "$script" "$@"
-    elif [ "$processes" -gt 1 ]; then
+    elif [ "$processes" -gt 1 ] || [ "${MAX_RESTARTS:-0}" -gt 0 ]; then
         torchrun --standalone --nproc_per_node="$processes" "$script" "$@"
     else
         exec "$python" "$script" "$@"

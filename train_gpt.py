@@ -1311,7 +1311,8 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
             store = dist.TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]))
             store = dist.PrefixStore(f"attempt{of['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo", store=store,
-                                rank=place.rank, world_size=place.world_size, timeout=datetime.timedelta(seconds=patience),
+                                rank=place.rank, world_size=place.world_size,
+                                timeout=datetime.timedelta(seconds=patience),
                                 device_id=place.device if place.device.type == "cuda" else None)
 
 

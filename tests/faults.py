@@ -1,4 +1,4 @@
-"""Is anything lost? ./run.sh faults [KILLS]: ranks of a real laptop run are killed at random moments; files are mutated."""
+"""Is anything lost? ./run.sh faults [KILLS [--name=value …]]: ranks of a real laptop run are killed at random moments; files are mutated."""
 import os
 import random
 import re
@@ -29,36 +29,33 @@ def laptop_run(folder: Path) -> tuple[list[str], list[str]]:
     if list((ROOT / "data" / "enwik8").glob("enwik8_train_*.bin")):
         data[:2] = [f"--{kind}_files={ROOT}/data/enwik8/enwik8_{kind}_*.bin" for kind in ("train", "val")]
     return ["--preset=laptop", "--device=cpu", "--batch_tokens=4096", "--sequence_tokens=2048", "--segment_tokens=512",
-            "--val_tokens=65536", "--val_every=40", "--log_every=1", "--save_every=5"], data
+            "--val_tokens=65536", "--val_every=40", "--log_every=1", "--save_every=5", *sys.argv[2:]], data
 
 
 def kill_some(run: Run, kills: int) -> int:
     """One line each; returns how many there were before the run ended."""
-    for number in range(kills):
-        before, started = run.output.count("going on from") + run.output.count("step:0/"), time.monotonic()
-        anywhere = random.random() < 0.2  # while starting, too; otherwise after some more steps
-        steps, wait = random.randint(1, 9), random.uniform(0, 10)
-        while (run.process.poll() is None and
-               (time.monotonic() - started < wait if anywhere else
-                len(run.output.rpartition("61,")[2].split("train_loss:")) <= steps or
-                run.output.count("going on from") + run.output.count("step:0/") < max(1, before))):
+    def wait(size: int, pattern: str, times: int = 1, seconds: float = 300) -> None:
+        """Until the pattern has come so often after this place of the output, or the time is up."""
+        deadline = time.monotonic() + seconds
+        while run.process.poll() is None and len(re.findall(pattern, run.output[size:])) < times and time.monotonic() < deadline:
             time.sleep(0.01)
+
+    size = 0
+    for number in range(1, kills + 1):
+        if random.random() < 0.2:  # at any moment, also while starting
+            wait(size, "never", seconds=random.uniform(0, 10))
+        else:
+            wait(size, "train_loss", times=random.randint(1, 9))
         time.sleep(random.uniform(0, 0.3))
-        if run.process.poll() is not None:
-            return number
-        ranks = run.ranks()
-        if not ranks:
-            continue
-        rank = random.choice(list(ranks))
-        at = (re.findall(r"step:(\d+)/", run.output) or ["0"])[-1]
-        size = len(run.output)
-        os.kill(ranks[rank], signal.SIGKILL)
-        deadline = time.monotonic() + 120
-        while run.process.poll() is None and not re.search("going on from|parameters, ", run.output[size:]):
-            assert time.monotonic() < deadline, "no restart in two minutes"
+        while run.process.poll() is None and not (ranks := run.ranks()):
             time.sleep(0.05)
+        if run.process.poll() is not None:
+            return number - 1
+        rank, at, size = random.choice(list(ranks)), (re.findall(r"step:(\d+)/", run.output) or ["0"])[-1], len(run.output)
+        os.kill(ranks[rank], signal.SIGKILL)
+        wait(size, "parameters, [^x]*(step:|going on)")
         went_on = re.findall(r"going on from \S+, step (\d+)", run.output[size:])
-        print(f"kill {number + 1}: rank {rank}, step {at}; {f'went on from step {went_on[0]}' if went_on else 'began again'}",
+        print(f"kill {number}: rank {rank} at step {at}; {f'went on from step {went_on[0]}' if went_on else 'began again'}",
               flush=True)
     return kills
 
@@ -84,7 +81,7 @@ def main() -> int:
         base, data = laptop_run(folder)
         quiet = Run(data, "undisturbed", base=base)
         assert quiet.wait(3600) == 0, quiet.output
-        run, survived = Run(data, "killed", base=base, restarts=2 * kills + 10), 0
+        run = Run(data, "killed", base=base, restarts=2 * kills + 10)
         survived = kill_some(run, kills)
         finished = run.wait(3600) == 0
         one, other = (Result(log, subprocess.CompletedProcess([], 0, "")) for log in (quiet.folder, run.folder))

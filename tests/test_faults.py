@@ -87,6 +87,16 @@ def test_a_signal_to_one_rank_stops_all_after_a_checkpoint_and_a_second_run_fini
     assert result.train_losses == pytest.approx(undisturbed.train_losses, abs=1e-4)
 
 
+def test_a_signal_to_the_launcher_reaches_the_ranks(data):
+    """SLURM's word before it takes the machines away."""
+    run = Run(data, "usr1", "--save_every=0", command=[str(ROOT / "run.sh")], PYTHON=sys.executable, NPROC="2")
+    run.until("step:5/30 train_loss")
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.wait(30) == 128 + signal.SIGUSR1, run.output
+    assert "stopped by SIGUSR1 after step" in run.output and "Traceback" not in run.output
+    assert len(list(run.folder.glob("checkpoint_*.pt"))) == 1
+
+
 def test_a_second_signal_ends_the_process_at_once(tmp_path):
     """In a step that takes minutes; a signal within a second of the first is the same one, come by another way."""
     data = make_data(tmp_path, tokens=2_200_000)
