@@ -13,7 +13,7 @@ Contents, in the order in which data flows:
     4  masks and attention          causal ∧ same document ∧ within the window; FlexAttention, banded SDPA
     5  data                         memory-mapped token shards, one shared position
     6  schedules and optimizers     pure functions of the step; which parameter goes where
-    7  logging and checkpoints      log.txt, its twin metrics.jsonl, model.pt
+    7  logging and checkpoints      log.txt, its twin metrics.jsonl, checkpoint_*.pt, model.pt
     8  evaluation and sampling      validation loss, text
     9  train and main               the hardware, warm-up, the loop, the end of a run
 """
@@ -879,8 +879,8 @@ def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
     """(tokens, blocks): a query sees the keys that are fewer tokens and fewer blocks back. Never nothing."""
     tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
     if hp.window_unit == "block":
-        return FAR, max(1, int(tokens // BLOCK))
-    tokens = max(64, int(tokens // 64) * 64)
+        return FAR, max(1, min(FAR, int(tokens // BLOCK)))
+    tokens = max(64, min(FAR, int(tokens // 64) * 64))
     return tokens, FAR if hp.window_unit == "token" else -(-tokens // BLOCK)
 
 
@@ -1038,6 +1038,7 @@ def read_saved(path: str | Path) -> dict:
             if damaged := archive.testzip():  # torch.load itself compares no checksums
                 raise ValueError(f"the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state["hyperparameters"].items(), state["model"].items()  # at least they are dictionaries
         numbers = [state["step"], state.get("index", 0), *state.get("sizes", (0, 0))]
         if state["format"] != CHECKPOINT_FORMAT or [type(x) is int and x >= 0 for x in numbers] != [True] * 4:
             raise ValueError(f"its format is not {CHECKPOINT_FORMAT}")
@@ -1081,7 +1082,7 @@ def changed_since(hp: Hyperparameters, saved: dict) -> str:
     names = list(as_dict(hp))
     harmless = {"preset", "target_loss", "val_every", "device", "attention", "compile", "tune_kernels"}
     changed = {name: f"{name} {saved.get(name)!r} → {value!r}" for name, value in as_dict(hp).items()
-               if saved.get(name) != value and not name.startswith("resume")}
+               if repr(saved.get(name)) != repr(value) and not name.startswith("resume")}
     harmless |= {*names[names.index("log_dir"):]}  # all about output
     others = [text for name, text in changed.items() if name not in harmless]
     if others and not hp.resume_anyway:
@@ -1101,6 +1102,7 @@ def load_model(path: str, place: "Place") -> GPT:
         with torch.device("meta"):  # what the file claims takes no memory before it is seen to be so
             shapes = {name: p.shape for name, p in GPT(hp).state_dict().items()}
         assert shapes == {name: p.shape for name, p in weights.items()}, "weights of other shapes"
+        assert all(p.isfinite().all() for p in weights.values()), "weights that are not finite"
         model = GPT(hp, place.dtype, "banded")
         model.load_state_dict(weights)
     except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
@@ -1433,7 +1435,7 @@ class Trainer:
             torch.random.set_rng_state(state["random"])
             if state["step"] > self.hp.num_steps or len(state["sizes"]) != 2:
                 raise ValueError(f"step {state['step']} of {self.hp.num_steps}")
-        except (KeyError, RuntimeError, AttributeError, TypeError, ValueError) as error:
+        except (LookupError, RuntimeError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
             raise UserError(f"the checkpoint does not fit this training ({one_line(error)})") from None
 
     def check_ranks_agree(self) -> None:

@@ -269,9 +269,13 @@ def fuzz_checkpoint(folder: Path, changes: list, content: bytes, trainer: train_
         holders = [state, state["model"], state["adam"]["embed.weight"], state["muon"], state["hyperparameters"]]
         for where, _, new in changes:
             holder = holders[new[0] % len(holders)]
-            name = sorted(holder)[int(where * len(holder))]
+            name = sorted(holder)[int(where * len(holder))] if holder else ""
             number = int.from_bytes(new, "little", signed=True)
-            holder[name] = [number, 1 << 60, float("nan"), "text", None, torch.zeros(3), [], {}][new[-1] % 8]
+            values = [number, 1 << 60, float("nan"), "text", None, torch.zeros(3), [], {}]
+            if new[-1] % 9 == 8:
+                holder.pop(name, None)
+            else:
+                holder[name] = values[new[-1] % 9]
         torch.save(state, path)
     place = trainer.place
 
