@@ -68,9 +68,13 @@ def fuzz(folder: Path) -> None:
     readers = dict(shards=(fuzz_shard, ()), manifests=(fuzz_manifest, ()), checkpoints=(fuzz_checkpoint, (content, trainer)))
     for (kind, (function, more)), part in zip(readers.items(), (0.4, 0.4, 0.2)):
         examples = int(part * MUTATED)
-        given(mutations())(settings(max_examples=examples, deadline=None, database=None, derandomize=False,
-                                    suppress_health_check=list(HealthCheck))(
-            lambda changes, function=function, more=more: function(folder, changes, *more)))()
+
+        @settings(max_examples=examples, deadline=None, database=None, derandomize=False,
+                  suppress_health_check=list(HealthCheck))
+        @given(mutations())
+        def every(changes):
+            function(folder, changes, *more)
+        every()
         print(f"{examples} mutated {kind}: each was read right or refused in one sentence", flush=True)
 
 
@@ -78,6 +82,7 @@ def main() -> int:
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 50
     folder = Path(tempfile.mkdtemp(prefix="faults_"))
     try:
+        fuzz(folder)
         base, data = laptop_run(folder)
         quiet = Run(data, "undisturbed", base=base)
         assert quiet.wait(3600) == 0, quiet.output
@@ -88,7 +93,6 @@ def main() -> int:
         lost = sum(a != b for a, b in zip(one.train_losses, other.train_losses)) + abs(
             len(one.train_losses) - len(other.train_losses))
         models = [torch.load(log / "model.pt", weights_only=True)["model"] for log in (quiet.folder, run.folder)]
-        fuzz(folder)
         print(f"{survived} kills survived, {lost} steps lost, final weights equal the undisturbed run's: "
               f"{'yes' if equal(*models) else 'NO'}")
         return 0 if finished and not lost and equal(*models) and survived else 1
