@@ -234,7 +234,8 @@ def read_or_refused(function) -> object | None:
     try:
         return function()
     except train_gpt.UserError as error:
-        assert len(str(error)) < 1000 and "\n" not in str(error)
+        assert len(str(error)) < 5000  # a list of all hyperparameters is long
+        assert "\n" not in str(error)
 
 
 def fuzz_shard(folder: Path, changes: list) -> None:
