@@ -1,6 +1,7 @@
 """Benchmarks: ./run.sh bench. Ratios only, each against a reference measured interleaved in the same run."""
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def bench_step(folder: Path) -> list[tuple]:
     square = torch.randn(1024, 1024)
     for name, options in shapes.items():
         data = make_data(folder, vocab_size=257, tokens=400_000, document_token=256)
-        hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", *data, "--val_tokens=8192", *options])
+        hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", *data, "--val_tokens=8192",
+                                           "--num_steps=40", *options])
         trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
         batch = trainer.train_data.next_batch()
         times = interleaved(step=lambda: trainer.step(batch, 0), product=lambda: square @ square)
@@ -137,7 +139,15 @@ def copies_of_a_checkpoint(data: list[str]) -> float:
     return sum(copied) / sum(held)
 
 
+def bench_tokenizing(folder: Path) -> list[tuple]:
+    """data/tokenize_text.py in one process, seconds of one core, against tiktoken alone and against 100 MB/s."""
+    import bench_data
+    ratios = bench_data.measure(bench_data.made_up_text(bench_data.BPE_BYTES))
+    return [(f"tokenizing: {name}", ratio, ">=", bench_data.REQUIRED[name]) for name, ratio in ratios.items()]
+
+
 BENCHMARKS = {"step": bench_step, "attention": bench_attention, "muon": bench_muon, "loader": bench_loader,
+              "tokenizing": bench_tokenizing,
               "checkpoint": bench_checkpoint}
 
 
@@ -147,7 +157,6 @@ def main() -> int:
     names = parser.parse_args().names or list(BENCHMARKS)
     if unknown := set(names) - BENCHMARKS.keys():
         parser.error(f"{', '.join(unknown)}: no such benchmark; there are {', '.join(BENCHMARKS)}")
-    import tempfile
     print(f"{'ratio':>8}  {'wanted':>8}  what")
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
