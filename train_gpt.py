@@ -389,7 +389,8 @@ class Muon(torch.optim.Optimizer):
             return None
         momentum, grads = group["momentum"], [p.grad for p in mine]
         for p in mine:
-            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [self.state[p]["momentum_buffer"] for p in mine]
         if group["lerp"]:
             torch._foreach_lerp_(buffers, grads, 1 - momentum)
@@ -426,9 +427,9 @@ class Muon(torch.optim.Optimizer):
     def apply(self, chunk: list[Tensor], updates: Tensor, handle, group: dict) -> None:
         if handle:
             handle.wait()
+        if group["weight_decay"]:
+            torch._foreach_mul_(chunk, 1 - group["lr"] * group["weight_decay"])
         for p, update in zip(chunk, updates):
-            if group["weight_decay"]:
-                p.mul_(1 - group["lr"] * group["weight_decay"])
             update = update.mT if p.size(0) > p.size(1) else update
             p.add_(update, alpha=-group["lr"] * update_scale(p))
 
@@ -580,8 +581,10 @@ def build_mask(inputs: Tensor, window: Tensor, document_token: int, segment: int
 
 def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
     """Ordered lists of the partial and of the full blocks, straight from the document counts."""
-    def visible(batch, head, query, key):
-        return (query >= key) & (documents[query] == documents[key]) & (query - key < window[0])
+    tokens = window[0]
+
+    def visible(batch, head, query, key):  # beyond this, the lists below hold the window in blocks
+        return (query >= key) & (documents[query] == documents[key]) & (query - key < tokens)
 
     def ordered(wanted: Tensor) -> tuple[Tensor, Tensor]:
         count = wanted.sum(dim=-1, dtype=torch.int32)
@@ -1302,6 +1305,7 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         torch.cuda.set_device(place.device)
         torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA and autograd come up now
         torch._inductor.config.coordinate_descent_tuning = hp.tune_kernels
+        torch._dynamo.config.optimize_ddp = False  # one graph, not one per bucket of gradients
     elif place.device.type == "cpu":
         torch.use_deterministic_algorithms(True)  # bit-for-bit repeatable; on CUDA it would cost speed
         torch.utils.deterministic.fill_uninitialized_memory = False

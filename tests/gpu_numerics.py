@@ -1,0 +1,79 @@
+"""The kernels of a small model for sm_90, in Triton's interpreter, against the CPU path of train_gpt.py.
+
+    python gpu_numerics.py float32|bfloat16
+"""
+import sys
+import warnings
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+warnings.simplefilter("ignore")
+
+import gpu_interpreter  # noqa: E402, first: it switches the interpreter on
+import torch  # noqa: E402
+import train_gpt  # noqa: E402
+
+TOLERANCE = dict(float32=1e-4, bfloat16=3e-2)
+TOKENS = 3 * train_gpt.BLOCK
+DOCUMENT = 0
+
+
+def small() -> train_gpt.Hyperparameters:
+    """Every part of the model: value table, layer without attention, skip; a window that cuts blocks."""
+    return train_gpt.Hyperparameters(
+        vocab_size=90, vocab_multiple=32, document_token=DOCUMENT, batch_tokens=TOKENS,
+        sequence_tokens=TOKENS, num_layers=3, num_heads=2, model_dim=64, window_unit="token_in_block",
+        window_start=192, window_end=192, value_layout="ends", no_attention="second_decoder")
+
+
+def batch(hp: train_gpt.Hyperparameters) -> tuple:
+    """Random tokens; documents that start inside, at the edge and across the edges of mask blocks."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, hp.vocab_size, (TOKENS + 1,), generator=generator)
+    tokens[[0, 30, 128, 300]] = DOCUMENT
+    return tokens[:-1].int(), tokens[1:].long(), torch.tensor(train_gpt.window_at(hp, 0), dtype=torch.int32)
+
+
+def build(hp, dtype: torch.dtype, attention: str) -> train_gpt.GPT:
+    torch.manual_seed(0)
+    model = train_gpt.GPT(hp, dtype, attention)
+    for p in model.parameters():  # where a matrix is zero, gradients say nothing
+        if p.ndim == 2 and not p.any():
+            torch.nn.init.normal_(p, std=p.size(1) ** -0.5)
+        elif p.ndim < 2:
+            p.data += 0.1 * torch.randn_like(p)
+    return model
+
+
+def gradients(model, run, inputs) -> dict:
+    """The mixes as one vector: alone, a sum that nearly cancels has few digits in bfloat16."""
+    loss = run(*inputs)
+    loss.backward()
+    mixes = torch.cat([p.grad.flatten() for p in model.parameters() if p.ndim < 2])
+    return {"loss": loss.detach(), "mixes": mixes,
+            **{name: p.grad.float() for name, p in model.named_parameters() if p.ndim == 2}}
+
+
+def relative_errors(found: dict, wanted: dict) -> dict:
+    return {name: ((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-12)).item()
+            for name in wanted}
+
+
+def check(dtype: str) -> None:
+    hp, kind = small(), getattr(torch, dtype)
+    inputs = batch(hp)
+    on_cpu, lowered = build(hp, kind, "banded"), build(hp, kind, "flex")
+    wanted = gradients(on_cpu, on_cpu, inputs)
+    compiled = torch.compile(lowered, backend=gpu_interpreter.backend, fullgraph=True)
+    found = gradients(lowered, compiled, inputs)
+    errors = relative_errors(found, wanted)
+    worst = max(errors, key=errors.get)
+    launched = gpu_interpreter.launched
+    print(f"{dtype}: loss {found['loss']:.6f}, on the CPU {wanted['loss']:.6f}; worst relative error "
+          f"{errors[worst]:.1e} ({worst}) of {len(errors)}; {len(launched)} launches")
+    assert any("flex_attention_backward" in name for name in launched), "the flex kernels did not run"
+    assert errors[worst] < TOLERANCE[dtype], errors
+
+
+if __name__ == "__main__":
+    check(sys.argv[1])

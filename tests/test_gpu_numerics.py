@@ -1,0 +1,58 @@
+"""The kernels that a GPU would run, in Triton's interpreter, and FlexAttention, against the CPU path."""
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex
+import train_gpt
+from gpu_common import needs_triton, run
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lowered_kernels_agree_with_the_cpu_path(dtype):
+    print(run("gpu_numerics.py", dtype))
+
+
+def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Which blocks are in the ordered lists: bool [query blocks, key blocks]."""
+    dense = torch.zeros(indices.shape[-2:], dtype=torch.bool)
+    for row, (count, order) in enumerate(zip(counts.flatten(), indices.flatten(0, 2))):
+        dense[row, order[:count].long()] = True
+    return dense
+
+
+def as_a_kernel_sees(blocks: flex.BlockMask) -> flex.BlockMask:
+    """Eager FlexAttention asks the mask function alone; a kernel visits the listed blocks, and asks only in
+    partial ones. The same, as a function."""
+    partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
+    full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    position = torch.arange(blocks.seq_lengths[0])
+    query, key = position[:, None], position
+    rows, columns = query // train_gpt.BLOCK, key // train_gpt.BLOCK
+    dense = full[rows, columns] | partial[rows, columns] & blocks.mask_mod(0, 0, query, key)
+    return flex.create_block_mask(lambda b, h, q, k: dense[q, k], None, None, *dense.shape, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [(train_gpt.FAR, 1), (train_gpt.FAR, 2), (200, train_gpt.FAR), (64, 1),
+                                    (250, 2)])
+def test_flex_attention_agrees_with_banded(window, monkeypatch):
+    """The same documents and window through both back ends: values and gradients."""
+    # FlexAttention does differentiate on a CPU, it only refuses to
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    tokens, heads, head_dim = 6 * train_gpt.BLOCK, 2, 16
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randint(1, 50, (tokens,), generator=generator)
+    inputs[[0, 100, 128, 129]] = 0  # the last document is five blocks long
+    weight, *qkv = torch.randn(4, tokens, heads, head_dim, generator=generator)
+    results = []
+    for attention in ("banded", "flex"):
+        mask = train_gpt.build_mask(inputs, torch.tensor(window, dtype=torch.int32), 0, 0, attention,
+                                    train_gpt.reach_of(*window))
+        if attention == "flex":
+            mask = mask._replace(blocks=as_a_kernel_sees(mask.blocks))
+        q, k, v = (x.clone().requires_grad_() for x in qkv)
+        out = train_gpt.attend(q, k, v, mask)
+        (out * weight).sum().backward()
+        results.append((out.detach(), q.grad, k.grad, v.grad))
+    for banded, flexed in zip(*results):
+        torch.testing.assert_close(banded, flexed, rtol=1e-4, atol=2e-5)

@@ -1,0 +1,74 @@
+"""The whole script, unedited, as ranks of eight that are not there: all issue the same collectives."""
+import json
+from itertools import groupby
+
+import numpy as np
+import pytest
+import train_gpt
+from gpu_common import SCRIPT, needs_triton, run, slow
+
+pytestmark = needs_triton
+SMALL = ("--preset=h100", "--vocab_size=500", "--document_token=499", "--batch_tokens=4096",
+         "--sequence_tokens=512", "--num_layers=3", "--model_dim=256", "--num_heads=2", "--num_steps=3",
+         "--val_every=2", "--val_tokens=4096", "--log_every=1", "--save_model=false", "--sample_tokens=0")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    for seed, (name, tokens) in enumerate((("train_0.bin", 12 * 4096 + 1), ("val_0.bin", 4 * 4096 + 1))):
+        header = np.zeros(256, "<i4")
+        header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, tokens
+        body = np.random.default_rng(seed).integers(0, 500, tokens).astype("<u2")
+        (folder / name).write_bytes(header.tobytes() + body.tobytes())
+    return folder
+
+
+def as_rank(rank: int, shards, *more: str, **environment: str) -> dict:
+    report = shards / f"rank{rank}.json"
+    print(run("fake_gpu.py", str(SCRIPT), *SMALL, f"--train_files={shards}/train_*.bin",
+              f"--val_files={shards}/val_*.bin", f"--log_dir={shards}/logs", *more,
+              FAKE_RANK=str(rank), FAKE_WORLD="8", FAKE_REPORT=str(report), **environment))
+    return json.loads(report.read_text())
+
+
+def per_step(collectives: list) -> list[list]:
+    """The collectives of each step: it begins with the mean loss, four bytes."""
+    steps = []
+    for kind, size, dtype in collectives:
+        if kind == "allreduce_" and size == 4:
+            steps.append([])
+        if steps and dtype != "float64":  # the validation loss is float64
+            steps[-1].append((kind, size, dtype))
+    return steps
+
+
+def test_ranks_issue_the_same_collectives(shards):
+    seen = [as_rank(rank, shards, FAKE_TRACE_ONLY="1")["collectives"] for rank in (0, 3, 7)]
+    assert seen[0] == seen[1] == seen[2]
+    steps = per_step(seen[0])
+    assert len(steps) == 2 + 3, "two of the warm-up, three of the run"
+    assert all(step == steps[0] for step in steps)
+    assert sum(dtype == "float64" for _, _, dtype in seen[0]) == 3, "validations at steps 0, 2 and 3"
+    print(*(f"{len(list(same))} × {what}" for what, same in groupby(steps[0])), sep="\n")
+    print(f"{sum(size for _, size, _ in steps[0]):,} bytes a step")
+
+
+@slow
+def test_a_rank_lowers_and_compiles_nothing_after_the_warm_up(shards):
+    seen = as_rank(0, shards)
+    assert seen["graph_breaks"] == {} and seen["graphs"] == 4
+    assert seen["collectives"] == as_rank(7, shards, FAKE_TRACE_ONLY="1")["collectives"]
+
+
+@slow
+def test_bytes_a_step_of_the_h100_preset(shards):
+    """Gradients once, in the type of their parameter; Muon's updates once, in bfloat16."""
+    big = "--vocab_size=50257", "--model_dim=768", "--num_heads=6", "--num_layers=12"
+    step = per_step(as_rank(0, shards, *big, FAKE_TRACE_ONLY="1")["collectives"])[0]
+    gradients = sum(size for kind, size, _ in step if kind == "allreduce_") - 4
+    updates = sum(size for kind, size, _ in step if kind == "_allgather_base_")
+    print(f"{gradients:,} bytes of gradients, {updates:,} bytes of updates from each rank")
+    embeddings, matrices, head = 4 * 50304 * 768, 44 * 768**2 + 24 * 4 * 768**2, 50304 * 768
+    assert 0 <= gradients - (2 * embeddings + 4 * (matrices + head)) < 1000
+    assert updates == 6 * 768**2 * 2 + 3 * 4 * 768**2 * 2
