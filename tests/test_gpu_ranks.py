@@ -33,10 +33,10 @@ def as_rank(rank: int, shards, *more: str, **environment: str) -> dict:
 
 
 def per_step(collectives: list) -> list[list]:
-    """The collectives of each step: it begins with the mean loss, four bytes."""
+    """The collectives of each step: it begins with the mean loss and the wish to stop, eight bytes."""
     steps = []
     for kind, size, dtype in collectives:
-        if kind == "allreduce_" and size == 4:
+        if kind == "allreduce_" and size == 8:
             steps.append([])
         if steps and dtype != "float64":  # the validation loss is float64
             steps[-1].append((kind, size, dtype))
