@@ -3,8 +3,10 @@
 #   ./run.sh test [pytest options]     sets up and runs the tests
 #   ./run.sh check [--name=value …]    would this run work? says so in seconds, without training
 #   ./run.sh bench                     the benchmarks, as ratios
+#   ./run.sh faults [KILLS]            kills a run many times at random moments: is anything lost?
 # Variables: NPROC (processes on this machine; default: one per GPU, or 1), PYTHON (interpreter to start from);
-# several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or SLURM's own.
+# several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or SLURM's own;
+# MAX_RESTARTS (how often a group that lost a process goes on from its last checkpoint; default: never).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"  # fewer holes in GPU memory
@@ -51,13 +53,18 @@ count_gpus() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | g
 
 # torchrun, less its page of traceback: the ranks have said what was wrong.
 torchrun() {
-    LOGLEVEL="${LOGLEVEL:-ERROR}" "$python" -c 'import sys
+    export LOGLEVEL="${LOGLEVEL:-ERROR}"
+    exec "$python" -c 'import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 try:
     main(sys.argv[1:])
 except ChildFailedError as error:
-    sys.exit(max(1, error.get_first_failure()[1].exitcode))' "$@"
+    sys.exit(max(1, error.get_first_failure()[1].exitcode))
+except SignalException as error:  # handed on to the ranks, which have saved
+    sys.exit(128 + error.sigval)' --max-restarts="${MAX_RESTARTS:-0}" \
+        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@"
 }
 
 # Runs a script of ours on every process of this machine, and on the other machines where there are several.
@@ -72,9 +79,10 @@ launch() {
             address="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
         fi
         [ -n "$address" ] || die "NNODES=$nodes needs MASTER_ADDR, the address of the first machine"
+        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a store kept over restarts has the addresses of dead ranks
         torchrun --nnodes="$nodes" --node_rank="$node_rank" --nproc_per_node="$processes" --rdzv_backend=c10d \
             --rdzv_id="${SLURM_JOB_ID:-train_gpt}" --rdzv_endpoint="$address:${MASTER_PORT:-29500}" "$script" "$@"
-    elif [ "$processes" -gt 1 ]; then
+    elif [ "$processes" -gt 1 ] || [ "${MAX_RESTARTS:-0}" -gt 0 ]; then
         torchrun --standalone --nproc_per_node="$processes" "$script" "$@"
     else
         exec "$python" "$script" "$@"
@@ -106,13 +114,16 @@ case "${1:-}" in
     bench)
         shift; set_up requirements.txt tests/requirements.txt data/requirements.txt
         exec "$python" tests/bench.py "$@" ;;
+    faults)
+        shift; set_up requirements.txt tests/requirements.txt
+        exec "$python" tests/faults.py "$@" ;;
     check)
         shift; set_up requirements.txt
         "$python" train_gpt.py --show "$@" >/dev/null
         launch tests/check.py "$@" ;;
     -h|--help|help)
-        set_up requirements.txt; sed -n '2,8s/^# \{0,1\}//p' "$0"; exec "$python" train_gpt.py --help ;;
+        set_up requirements.txt; sed -n '2,10s/^# \{0,1\}//p' "$0"; exec "$python" train_gpt.py --help ;;
     ""|--*)
         set_up requirements.txt; prepare_data "$@"; launch train_gpt.py "$@" ;;
-    *) die "$1: no such command; there are ./run.sh [--name=value …], test, check, bench" ;;
+    *) die "$1: no such command; there are ./run.sh [--name=value …], test, check, bench, faults" ;;
 esac

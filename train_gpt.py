@@ -13,7 +13,7 @@ Contents, in the order in which data flows:
     4  masks and attention          causal ∧ same document ∧ within the window; FlexAttention, banded SDPA
     5  data                         memory-mapped token shards, one shared position
     6  schedules and optimizers     pure functions of the step; which parameter goes where
-    7  logging and checkpoints      log.txt, its twin metrics.jsonl, model.pt
+    7  logging and checkpoints      log.txt, its twin metrics.jsonl, checkpoint_*.pt, model.pt
     8  evaluation and sampling      validation loss, text
     9  train and main               the hardware, warm-up, the loop, the end of a run
 """
@@ -33,9 +33,11 @@ import os
 import platform
 import re
 import shutil
+import signal
 import sys
 import time
 import uuid
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,6 +133,11 @@ class Hyperparameters:
     run_id: str = ""                    # name of that folder; empty: the time and a random word
     log_every: int = 10                 # steps between lines with the training loss
     save_model: bool = True             # write model.pt at the end
+    save_every: int = 0                 # steps between checkpoints to resume from; 0: none but when stopped
+    keep_checkpoints: int = 2           # how many of the last checkpoints stay
+    resume: str = ""                    # go on from a checkpoint, a run's folder, or auto: the last run
+    resume_anyway: bool = False         # even with hyperparameters that make it another training
+    timeout: float = 600.0              # seconds after which a rank that does not answer stops the run
     hellaswag: str = ""                 # folder of data/hellaswag.py to score, at the end or with checkpoint
     # instead of training
     show: bool = False                  # print the hyperparameters as resolved, and stop
@@ -258,10 +265,10 @@ def parse_command_line(arguments: list[str]) -> Hyperparameters:
 
 
 AT_LEAST_1 = ("vocab_size", "vocab_multiple", "num_steps", "num_heads", "model_dim", "mlp_ratio", "log_every",
-              "window_start", "window_end", "muon_steps", "epochs")
+              "window_start", "window_end", "muon_steps", "epochs", "keep_checkpoints", "timeout")
 AT_LEAST_0 = ("segment_tokens", "val_every", "softcap", "embed_rate", "head_rate", "scalar_rate", "muon_rate",
               "muon_decay", "muon_warmup_steps", "cooldown", "temperature", "top_k", "sample_tokens", "seed",
-              "document_token")
+              "document_token", "save_every")
 BELOW_1 = ("adam_beta1", "adam_beta2", "muon_momentum", "muon_momentum_start")
 
 
@@ -395,6 +402,16 @@ class Muon(torch.optim.Optimizer):
         ahead = ahead if group["nesterov"] else buffers
         wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in ahead])
         return self.orthogonalize(wide.to(self.dtype), group["steps"])
+
+    @torch.no_grad()
+    def gather_momentum(self):
+        """(parameter, momentum) of all of them, from the ranks that keep it. A collective."""
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                buffer = self.state.get(p, {}).get("momentum_buffer", torch.zeros_like(p))
+                if self.world_size > 1:
+                    dist.broadcast(buffer, number // self.per_rank % self.world_size)
+                yield p, buffer
 
     def share(self, updates: Tensor | None, group: dict):
         """(the updates of all ranks, the handle to wait for)"""
@@ -735,8 +752,10 @@ def read_manifest(folder: Path) -> dict:
         if not (manifest["format"] == 1 and manifest["complete"]):
             raise UserError(f"{path}: not complete, or of another format; run the script that made it again")
         shards = {entry["file"]: (entry["tokens"], entry["text_bytes"]) for entry in manifest["shards"]}
+        if not all(type(number) in (int, type(None)) for numbers in shards.values() for number in numbers):
+            raise ValueError("a number of tokens or of bytes is none")
         return manifest | dict(shards=shards)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); make it again") from None
 
 
@@ -791,10 +810,14 @@ class Loader:
     def __len__(self) -> int:
         return self.ends[-1]
 
+    def locate(self, index: int) -> tuple[Shard, int]:
+        """(the shard of a batch, its number there)"""
+        number = bisect.bisect_right(self.ends, index)
+        return self.shards[number], index - (self.ends[number] - self.batches[number])
+
     def read(self, index: int) -> Tensor:
         """This rank's share of a batch, on the host: uint16 [micro-steps, pieces, tokens + 1]."""
-        number = bisect.bisect_right(self.ends, index)
-        shard, place = self.shards[number], index - (self.ends[number] - self.batches[number])
+        shard, place = self.locate(index)
         stride, piece = (shard.num_tokens - 1) // self.lanes, min(self.segment, self.sequence_tokens)
         micro_steps = self.batch_tokens // (self.world_size * self.sequence_tokens)
         host = torch.empty((micro_steps, self.sequence_tokens // piece, piece + 1), dtype=torch.uint16,
@@ -862,8 +885,8 @@ def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
     """(tokens, blocks): a query sees the keys that are fewer tokens and fewer blocks back. Never nothing."""
     tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
     if hp.window_unit == "block":
-        return FAR, max(1, int(tokens // BLOCK))
-    tokens = max(64, int(tokens // 64) * 64)
+        return FAR, max(1, min(FAR, int(tokens // BLOCK)))
+    tokens = max(64, min(FAR, int(tokens // 64) * 64))
     return tokens, FAR if hp.window_unit == "token" else -(-tokens // BLOCK)
 
 
@@ -912,26 +935,67 @@ def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Ten
 class Logger:
     """log.txt and metrics.jsonl, flushed, by rank 0 alone; a bar on a terminal, plain lines elsewhere."""
 
-    def __init__(self, hp: Hyperparameters, place: "Place"):
+    def __init__(self, hp: Hyperparameters, place: "Place", folder: Path, sizes=(0, 0)):
+        """`sizes`: where the two files ended at the checkpoint that the run goes on from."""
         self.main, self.terminal, self.bar = place.rank == 0, sys.stdout.isatty(), None
+        self.folder, self.files, self.complaints = folder, {}, set()
+        self.saver = ThreadPoolExecutor(1, "saver")
+        self.saved = self.saver.submit(int)  # the write that training does not wait for
         if not self.main:
             return
-        run_id = hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{uuid.uuid4().hex[:6]}"
-        self.folder = Path(hp.log_dir) / run_id
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.log = open(self.folder / "log.txt", "w", encoding="utf-8")
-            self.metrics = open(self.folder / "metrics.jsonl", "w", encoding="utf-8")
+            for name, size in zip(("log.txt", "metrics.jsonl"), sizes):
+                file = self.files[name] = open(self.folder / name, "a", encoding="utf-8")
+                file.truncate(min(size, file.tell()))  # what came after the checkpoint will come again
         except OSError as error:
             raise UserError(f"--log_dir={hp.log_dir}: {error.strerror}; give another folder") from None
-        self.write(Path(__file__).read_text(encoding="utf-8"), SEPARATOR,
-                   *(f"{name}: {value!r}" for name, value in as_dict(hp).items()),
-                   *environment(place), SEPARATOR, show=False)
-        self.record(start=True, hyperparameters=as_dict(hp), environment=environment(place))
+        if not self.sizes()[0]:
+            self.write(Path(__file__).read_text(encoding="utf-8"), SEPARATOR,
+                       *(f"{name}: {value!r}" for name, value in as_dict(hp).items()),
+                       *environment(place), SEPARATOR, show=False)
+            self.record(start=True, hyperparameters=as_dict(hp), environment=environment(place))
+
+    def sizes(self) -> list[int]:
+        return [os.fstat(file.fileno()).st_size for file in self.files.values()]
+
+    def put(self, name: str, text: str) -> None:
+        try:
+            print(text, file=self.files[name], flush=True)
+            os.stat(self.folder / name)  # a file whose folder is gone takes writes without a word
+        except OSError as error:
+            self.complain("log", f"{self.folder / name} can no longer be written ({error.strerror})")
+
+    def complain(self, about: str, sentence: str) -> None:
+        """Once about each thing: the training is worth more than its log."""
+        if about not in self.complaints:
+            print(f"warning: {sentence}; training goes on", file=sys.stderr, flush=True)
+        self.complaints.add(about)
+
+    def save(self, name: str, state: dict, keep: int = 0) -> None:
+        """Beside the training, which waits for one copy to the host and not for the disk."""
+        if self.main:
+            self.saved.result()  # at most one copy at a time
+            self.saved = self.saver.submit(self.write_whole, self.folder / name, state, keep)
+
+    def write_whole(self, path: Path, state: dict, keep: int) -> None:
+        """Under a temporary name first, and on the disk: whatever has the final name is whole."""
+        temporary = path.with_suffix(".tmp")
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            for old in checkpoints(self.folder)[:-keep] if keep else ():
+                old.unlink()
+        except (OSError, RuntimeError) as error:  # RuntimeError is torch.save's word for a full disk
+            temporary.unlink(missing_ok=True)
+            self.complain("save", f"{path} could not be written ({one_line(error)})")
 
     def write(self, *lines: str, show: bool = True) -> None:
         if self.main:
-            print(*lines, sep="\n", file=self.log, flush=True)
+            self.put("log.txt", "\n".join(lines))
             if show:
                 tqdm.write("\n".join(lines))
                 sys.stdout.flush()
@@ -943,7 +1007,7 @@ class Logger:
 
     def record(self, **values) -> None:
         if self.main:
-            print(json.dumps(values), file=self.metrics, flush=True)
+            self.put("metrics.jsonl", json.dumps(values))
 
     def progress(self, done: int, total: int, loss: float, tokens_per_second: float) -> None:
         if self.main and self.terminal:
@@ -969,27 +1033,86 @@ def environment(place: "Place") -> list[str]:
     return [versions, hardware]
 
 
-def save_model(path: Path, hp: Hyperparameters, model: GPT, step: int, val_loss: float) -> None:
-    """Under a temporary name first: whatever has the final name is whole."""
-    state = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=step, val_loss=val_loss,
-                 model=model.state_dict())
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def read_saved(path: str | Path) -> dict:
+    """A checkpoint or a model, without anything that could run; tensors stay on the disk until used."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():  # torch.load itself compares no checksums
+                raise ValueError(f"the checksum of {damaged} is wrong")
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state["hyperparameters"].items(), state["model"].items()  # at least they are dictionaries
+        numbers = [state["step"], state.get("index", 0), *state.get("sizes", (0, 0))]
+        if state["format"] != CHECKPOINT_FORMAT or [type(x) is int and x >= 0 for x in numbers] != [True] * 4:
+            raise ValueError(f"its format is not {CHECKPOINT_FORMAT}")
+        return state
+    except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
+        raise UserError(f"{path}: cannot be loaded ({one_line(error)})") from None
+
+
+def checkpoints(folder: Path, pattern: str = "checkpoint_*.pt") -> list[Path]:
+    """The latest last: by the time of writing, for a run may have gone back to an earlier step."""
+    return sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def find_run(hp: Hyperparameters, restarted: bool) -> tuple[Path, Path | None, list[str]]:
+    """(the run's folder, the checkpoint to go on from, what to say of it), without those that are damaged."""
+    logs, named, notes = Path(hp.log_dir), Path(hp.resume), []
+    job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
+    new = logs / f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}"
+    by_path = hp.resume not in ("", "auto")
+    folder = ((named if named.is_dir() else named.parent) if by_path else logs / hp.run_id if hp.run_id else
+              max(logs.glob(f"*_{job}"), default=new) if restarted else new)
+    anywhere = hp.resume == "auto" and not hp.run_id and not restarted
+    found = checkpoints(logs, "*/checkpoint_*.pt") if anywhere else checkpoints(folder)
+    if found and not (hp.resume or restarted):
+        raise UserError(f"--run_id={hp.run_id}: {folder} has checkpoints; add --resume=auto, or rename it")
+    if named in found and not restarted:
+        found = found[:found.index(named) + 1]
+    for path in reversed(found):
+        try:
+            return path.parent, path, [*notes, f"going on from {path}, step {read_saved(path)['step']}"]
+        except UserError as error:
+            notes.append(f"passed over {error}")
+    if by_path:
+        raise UserError("; ".join([f"--resume={hp.resume}: no checkpoint there can be read", *notes]))
+    return folder, None, notes
+
+
+def changed_since(hp: Hyperparameters, saved: dict) -> str:
+    """Which hyperparameters are not the checkpoint's; refuses those that would make it another training."""
+    names = list(as_dict(hp))
+    harmless = {"preset", "target_loss", "val_every", "device", "attention", "compile", "tune_kernels"}
+    changed = {name: f"{name} {saved.get(name)!r} → {value!r}" for name, value in as_dict(hp).items()
+               if repr(saved.get(name)) != repr(value) and not name.startswith("resume")}
+    harmless |= {*names[names.index("log_dir"):]}  # all about output
+    others = [text for name, text in changed.items() if name not in harmless]
+    if others and not hp.resume_anyway:
+        raise UserError(f"--resume={hp.resume}: this is another training than the checkpoint's: "
+                        f"{', '.join(others)}; give the old values, or --resume_anyway")
+    return f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"
 
 
 def load_model(path: str, place: "Place") -> GPT:
     """A model with the hyperparameters that it was saved with, on this device."""
+    state = read_saved(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        assert state["format"] == CHECKPOINT_FORMAT, f"format {state['format']}, not {CHECKPOINT_FORMAT}"
-        hp = Hyperparameters(**state["hyperparameters"])
-        validate(hp)
+        saved, weights = state["hyperparameters"] | dict(preset="laptop"), state["model"]
+        assert saved["num_layers"] <= len(weights) and saved["sequence_tokens"] <= 2**24, "claims too much"
+        hp = parse_command_line([f"--{name}={value}" for name, value in saved.items()])
+        hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # of use here only as room for the prompt
+        with torch.device("meta"):  # what the file claims takes no memory before it is seen to be so
+            shapes = {name: p.shape for name, p in GPT(hp).state_dict().items()}
+        assert shapes == {name: p.shape for name, p in weights.items()}, "weights of other shapes"
+        assert all(p.isfinite().all() for p in weights.values()), "weights that are not finite"
         model = GPT(hp, place.dtype, "banded")
-        model.load_state_dict(state["model"])
+        model.load_state_dict(weights)
     except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
-        reason = str(error).strip().split("\n")[0][:200]
-        raise UserError(f"--checkpoint={path}: cannot be loaded ({type(error).__name__}: {reason}); give the "
-                        "model.pt of a run") from None
+        raise UserError(f"--checkpoint={path}: cannot be loaded ({one_line(error)}); give the model.pt of a "
+                        "run") from None
     return model.to(place.device).eval()
 
 
@@ -1036,6 +1159,8 @@ def sample(model: GPT, prompt: str, hp: Hyperparameters) -> str:
     encode, decode = text_codec(model.hp)
     generator, device = torch.Generator().manual_seed(hp.seed), model.skip_weights.device
     tokens = [model.hp.document_token, *encode(prompt)]
+    if max(tokens) >= model.hp.vocab_size:
+        raise UserError(f"the text has token {max(tokens)} and the model knows {model.hp.vocab_size} tokens")
     window = torch.tensor(window_at(model.hp, model.hp.num_steps), dtype=torch.int32, device=device)
     room = min(model.hp.sequence_tokens, (band_reach(model.hp) + 2) * BLOCK)
     for _ in range(hp.sample_tokens):
@@ -1188,7 +1313,15 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         torch.use_deterministic_algorithms(True)  # bit-for-bit repeatable; on CUDA it would cost speed
         torch.utils.deterministic.fill_uninitialized_memory = False
     if place.world_size > 1:
-        dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo",
+        of, store = os.environ, None
+        patience = hp.timeout + 60 * (place.device.type == "cuda")  # Trainer.average first: it names ranks
+        if of.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and of["GROUP_WORLD_SIZE"] == "1":
+            # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
+            store = dist.TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]))
+            store = dist.PrefixStore(f"attempt{of['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo", store=store,
+                                rank=place.rank, world_size=place.world_size,
+                                timeout=datetime.timedelta(seconds=patience),
                                 device_id=place.device if place.device.type == "cuda" else None)
 
 
@@ -1196,7 +1329,7 @@ class Trainer:
     """Everything that a run is made of, and one step of it."""
 
     def __init__(self, hp: Hyperparameters, place: Place):
-        self.hp, self.place = hp, place
+        self.hp, self.place, self.interrupted, self.stopping = hp, place, "", False
         unit = place.world_size * hp.sequence_tokens
         if hp.batch_tokens % unit:
             refuse("batch_tokens", hp.batch_tokens, f"a multiple of ranks × sequence_tokens = "
@@ -1225,43 +1358,94 @@ class Trainer:
             forward_sync_buffers=False, gradient_as_bucket_view=True)
 
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
-        """One optimizer step. Returns the mean loss over all ranks; one that is not finite stops them all."""
+        """One optimizer step. Returns the mean loss over all ranks; what is not finite stops them before it."""
         set_schedules(self.hp, step, self.optimizers, self.window)
         mean = torch.zeros((), device=self.place.device)
         for micro, (inputs, targets) in enumerate(batch, 1):
-            last = micro == len(batch)
-            with contextlib.nullcontext() if last or self.place.world_size == 1 else self.parallel.no_sync():
+            synced = micro == len(batch) or self.place.world_size == 1
+            with contextlib.nullcontext() if synced else self.parallel.no_sync():
                 loss = self.parallel(inputs, targets, self.window) / len(batch)
                 mean += loss.detach()
-                if last:
-                    read = self.send(mean)
                 loss.backward()
-        if not math.isfinite(loss := read()):
-            raise UserError(f"the loss of step {step + 1} is {loss}: {self.first_not_finite()}; lower the "
-                            f"rates, or look at batch {step} of {self.hp.train_files}")
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])
+        stop = torch.full_like(mean, bool(self.interrupted))  # every rank hears of it in the same step
+        loss, norm, self.stopping = self.average(torch.stack((mean, norm.float(), stop)))
+        self.require_finite(step + 1, loss, norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def send(self, mean: Tensor):
-        """Send the loss to the host ahead of the backward pass: to read it after that stalls nothing."""
+    def average(self, values: Tensor) -> list[float]:
+        """Over the ranks; one that does not answer in time ends the wait, here before NCCL's watchdog does."""
         if self.place.world_size > 1:
-            dist.all_reduce(mean)
-            mean /= self.place.world_size
-        if self.place.device.type != "cuda":
-            return mean.item
-        host, arrived = torch.empty((), pin_memory=True), torch.cuda.Event()
-        host.copy_(mean, non_blocking=True)
-        arrived.record()
-        return lambda: (arrived.synchronize(), host.item())[1]
+            work, deadline = dist.all_reduce(values, async_op=True), time.monotonic() + self.hp.timeout
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise dist.DistError(f"no answer in {self.hp.timeout:g} s")
+                time.sleep(2e-5)
+            work.wait()
+        return (values / self.place.world_size).tolist()
 
-    def first_not_finite(self) -> str:
-        for kind, tensor_of in (("parameter", lambda p: p), ("gradient", lambda p: p.grad)):
+    def require_finite(self, step: int, loss: float, norm: float | Tensor) -> None:
+        """Stop before what is not finite gets into weights or a checkpoint, and say which batch to replay."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        named = list(self.model.named_parameters())
+        kinds = [("parameter", *n) for n in named] + [("gradient", name, p.grad) for name, p in named]
+        found = [f"the first {kind} that is not finite is that of {name}" for kind, name, x in kinds
+                 if x is not None and not x.isfinite().all()] or ["all parameters and gradients are finite"]
+        shard, place = self.train_data.locate(index := max(0, self.train_data.index - 1))
+        raise UserError(f"the loss of step {step} is {loss}: {found[0]}; its batch is {index}, number "
+                        f"{place} of {shard.path}; lower the rates, or replay it from the last checkpoint")
+
+    def state(self, step: int, clock: "Clock", sizes: list) -> dict:
+        """All that training goes on from, copied once, to rank 0's host. A collective, for the momentum."""
+        adam, muon = self.optimizers
+        self.require_finite(step, 0.0, torch.nn.utils.get_total_norm(self.model.parameters()))
+        names = {p: name for name, p in self.model.named_parameters()}
+        copied = (lambda x: x.detach().to("cpu", copy=True)) if self.place.rank == 0 else (lambda x: None)
+        return dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(self.hp), step=step, clocks=clock.now(),
+                    sizes=sizes, index=self.train_data.index, random=torch.random.get_rng_state(),
+                    model={name: copied(p) for name, p in self.model.state_dict().items()},
+                    adam={names[p]: {key: copied(x) for key, x in x.items()} for p, x in adam.state.items()},
+                    muon={names[p]: copied(x) for p, x in muon.gather_momentum()})
+
+    @torch.no_grad()
+    def restore(self, state: dict, clock: "Clock") -> None:
+        """Go on from a state that any number of ranks made."""
+        def fitted(x: Tensor, like: Tensor) -> Tensor:
+            return torch.empty_like(like).copy_(x.view_as(like))
+
+        adam, muon = self.optimizers
+        mine = {p for group in muon.param_groups for _, own in muon.chunks(group) for p in own}
+        try:
+            self.model.load_state_dict(state["model"])
             for name, p in self.model.named_parameters():
-                if not tensor_of(p).isfinite().all():
-                    return f"the first {kind} that is not finite is that of {name}"
-        return "all parameters and gradients are finite"
+                if p in mine:
+                    muon.state[p]["momentum_buffer"] = fitted(state["muon"][name], p)
+                elif name in state["adam"]:
+                    likes = dict(step=torch.zeros((), device=p.device), exp_avg=p, exp_avg_sq=p)
+                    adam.state[p] = {key: fitted(state["adam"][name][key], likes[key]) for key in likes}
+            self.train_data.index = state["index"]
+            clock.ms = {kind: float(state["clocks"][kind]) for kind in clock.ms}
+            torch.random.set_rng_state(state["random"])
+            if state["step"] > self.hp.num_steps or len(state["sizes"]) != 2:
+                raise ValueError(f"step {state['step']} of {self.hp.num_steps}")
+        except (LookupError, RuntimeError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(f"the checkpoint does not fit this training ({one_line(error)})") from None
+
+    def check_ranks_agree(self) -> None:
+        """By a cheap hash of each parameter, the sum of its bits: ranks that drifted apart stop here."""
+        whole = {2: torch.int16, 4: torch.int32}
+        sums = torch.stack([p.detach().view(whole[p.element_size()]).sum() for p in self.model.parameters()])
+        everyone = sums.repeat(self.place.world_size)
+        if self.place.world_size > 1:
+            dist.all_gather_single(everyone, sums)
+        for (name, _), values in zip(self.model.named_parameters(), everyone.view(-1, len(sums)).T.tolist()):
+            if others := [rank for rank, value in enumerate(values) if value != values[0]]:
+                raise UserError(f"rank {others[0]} and rank 0 have drifted apart, first in parameter {name}; "
+                                "check the hardware, then go on with --resume=auto")
 
     def warm_up(self) -> None:
         """Compile every path on made-up tokens, then put everything back as it was."""
@@ -1311,38 +1495,53 @@ def compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def train(hp: Hyperparameters, place: Place) -> float:
-    """The whole run; returns the final validation loss."""
-    trainer = Trainer(hp, place)
-    log, clock = Logger(hp, place), Clock(place.device)
+def train(hp: Hyperparameters, place: Place) -> float | None:
+    """The whole run; returns the final validation loss, or None if it was told to stop before."""
+    trainer, clock = Trainer(hp, place), Clock(place.device)
+    folder, start, sizes, notes = resume(trainer, clock)
+    log = Logger(hp, place, folder, sizes)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     log.write(*environment(place),
-              f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens")
+              f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens", *notes)
     clock.switch("warmup")
     if place.compile:
         log.write("compiling and warming up …")
         trainer.warm_up()
     graphs = compiled_graphs()
     clock.switch("train")
-    for step in range(hp.num_steps + 1):
-        last, tokens = step == hp.num_steps, step * hp.batch_tokens
-        if last or hp.val_every and step % hp.val_every == 0:
-            clock.switch("val")
-            set_schedules(hp, step, trainer.optimizers, trainer.window)
-            result = evaluate(hp, trainer.forward, trainer.val_data, trainer.window, place,
-                              trainer.bytes_per_token)
-            clock.switch("train")
-            log.step(step, hp.num_steps, "val_loss", result["val_loss"], clock.ms["train"])
-            log.record(step=step, tokens=tokens, **result, **state_of(trainer, clock, step))
-        if last:
-            break
-        loss = trainer.step(trainer.train_data.next_batch(), step)
-        done, tokens, train_ms = step + 1, tokens + hp.batch_tokens, clock.now()["train"]
-        if done % hp.log_every == 0 or done in (1, hp.num_steps):
-            log.step(done, hp.num_steps, "train_loss", loss, train_ms, show=not log.terminal)
-            log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock, step))
-        log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
+    with listening_to_signals(trainer):
+        for step in range(start, hp.num_steps + 1):
+            last, tokens = step == hp.num_steps, step * hp.batch_tokens
+            if step > start and (trainer.stopping or last and hp.save_every or
+                                 hp.save_every and step % hp.save_every == 0):
+                state = trainer.state(step, clock, log.sizes())
+                log.save(f"checkpoint_{step:07d}.pt", state, hp.keep_checkpoints)
+            if trainer.stopping:
+                break
+            if last or hp.val_every and step % hp.val_every == 0:
+                clock.switch("val")
+                trainer.check_ranks_agree()
+                set_schedules(hp, step, trainer.optimizers, trainer.window)
+                result = evaluate(hp, trainer.forward, trainer.val_data, trainer.window, place,
+                                  trainer.bytes_per_token)
+                clock.switch("train")
+                trainer.require_finite(step, result["val_loss"], 0.0)
+                log.step(step, hp.num_steps, "val_loss", result["val_loss"], clock.ms["train"])
+                log.record(step=step, tokens=tokens, **result, **state_of(trainer, clock, step))
+            if last:
+                break
+            loss = trainer.step(trainer.train_data.next_batch(), step)
+            done, tokens, train_ms = step + 1, tokens + hp.batch_tokens, clock.now()["train"]
+            if done % hp.log_every == 0 or done in (1, hp.num_steps):
+                log.step(done, hp.num_steps, "train_loss", loss, train_ms, show=not log.terminal)
+                log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock, step))
+            log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
     clock.switch(None)
+    log.saved.result()
+    if trainer.stopping:
+        log.write(f"stopped by {trainer.interrupted or 'another rank'} after step {step}; go on with "
+                  f"--resume={folder}")
+        return None
     recompiles, trainer.model.attention = compiled_graphs() - graphs, "banded"  # what follows is not compiled
     if hp.hellaswag:
         score = score_hellaswag(hp.hellaswag, trainer.model.eval(), place)
@@ -1351,6 +1550,58 @@ def train(hp: Hyperparameters, place: Place) -> float:
     if place.rank == 0:
         finish(trainer, log, clock, result, recompiles)
     return result["val_loss"]
+
+
+def resume(trainer: Trainer, clock: Clock) -> tuple[Path, int, tuple, list[str]]:
+    """(the run's folder, the step to start at, where its logs ended, what to say); rank 0 chooses for all."""
+    hp, place = trainer.hp, trainer.place
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    chosen = [find_run(hp, restarted) if place.rank == 0 else (Path(), None, [])]
+    if place.world_size > 1 and (hp.resume or restarted):
+        dist.broadcast_object_list(chosen)
+    folder, path, notes = chosen[0]
+    if path is None:
+        return folder, 0, (0, 0), notes
+    state = read_saved(path)
+    notes.append(changed_since(hp, state["hyperparameters"]))
+    trainer.restore(state, clock)
+    return folder, state["step"], state["sizes"], notes
+
+
+@contextlib.contextmanager
+def listening_to_signals(trainer: Trainer):
+    """The first signal asks for a checkpoint after the step in hand, the second ends the process at once."""
+    def hear(number, frame):
+        if trainer.interrupted and time.monotonic() > first[0] + 1:  # Ctrl-C also comes through the launcher
+            os._exit(128 + number)
+        trainer.interrupted = trainer.interrupted or signal.Signals(number).name
+        first.append(time.monotonic())
+
+    first = []
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+    before = {number: signal.signal(number, hear) for number in numbers}
+    try:
+        yield
+    except RuntimeError:
+        if trainer.interrupted:  # the launcher is ending us because another rank is gone
+            os._exit(1)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def silent_ranks(error: RuntimeError, patience_s: float = 3.0) -> str:
+    """A collective failed: a roll-call through the launcher's store tells whose fault it is."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"here{dist.get_rank()}", "")
+        time.sleep(patience_s)
+        silent = [str(rank) for rank in range(dist.get_world_size()) if not store.check([f"here{rank}"])]
+    except RuntimeError:
+        silent = ["0, or its machine,"]  # which keeps the store
+    return (f"rank {' and '.join(silent) or 'unknown'} stopped answering ({one_line(error)}); look at its "
+            "machine, then go on with --resume=auto")
 
 
 def state_of(trainer: Trainer, clock: Clock, step: int) -> dict:
@@ -1366,7 +1617,10 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
     """The end of a run, for a person: loss, clocks, memory, a sample, where things are."""
     hp, val_loss, model_path = trainer.hp, result["val_loss"], log.folder / "model.pt"
     if hp.save_model:
-        save_model(model_path, hp, trainer.model, hp.num_steps, val_loss)
+        state = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=hp.num_steps,
+                     val_loss=val_loss, model=trainer.model.state_dict())
+        log.save("model.pt", state)
+        log.saved.result()
     in_bytes = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     reached = "reached" if val_loss <= hp.target_loss else "not reached"
     log.write(f"final validation loss {val_loss:.4f}{in_bytes} (target {hp.target_loss} {reached}) after "
@@ -1406,7 +1660,11 @@ def main(arguments: list[str]) -> int:
         else:
             train(hp, place)
         return 0
-    except UserError as error:
+    except (UserError, RuntimeError) as error:
+        if not isinstance(error, UserError):
+            if not (dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))):
+                raise
+            error = silent_ranks(error)
         if (rank := int(os.environ.get("RANK", 0))):
             time.sleep(10)  # what all ranks have to say, rank 0 says alone: torchrun then stops the others
         print(f"error on rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)

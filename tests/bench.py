@@ -107,6 +107,38 @@ def bench_loader(folder: Path) -> list[tuple]:
     return [("loader bandwidth over memcpy's", times["copy"] / times["read"], ">=", 0.5)]
 
 
+def bench_checkpoint(folder: Path) -> list[tuple]:
+    """What a checkpoint and the parameter hash hold training up for, in steps; how often a checkpoint copies."""
+    data = make_data(folder, vocab_size=257, tokens=700_000, document_token=256)
+    hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", *data, "--val_tokens=8192"])
+    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
+    log = train_gpt.Logger(hp, trainer.place, folder / "run")
+    clock, batch = train_gpt.Clock(trainer.place.device), trainer.train_data.next_batch()
+    times = interleaved(step=lambda: trainer.step(batch, 0), hash=trainer.check_ranks_agree,
+                        pause=lambda: log.save("checkpoint_0000001.pt", trainer.state(1, clock, log.sizes()), 1))
+    log.saved.result()
+    return [("pause per checkpoint, in hundredths of a step, laptop preset", 100 * times["pause"] / times["step"], "<=", 20.0),
+            ("parameter hash, in hundredths of a step, laptop preset", 100 * times["hash"] / times["step"], "<=", 5.0),
+            ("bytes copied per checkpoint over its size, h100 preset", copies_of_a_checkpoint(data), "<=", 1.0)]
+
+
+def copies_of_a_checkpoint(data: list[str]) -> float:
+    """Without a step, which would take minutes here: moments of the right sizes."""
+    hp = train_gpt.parse_command_line(["--preset=h100", "--device=cpu", "--compile=no", "--num_steps=1", "--val_tokens=1024",
+                                       "--batch_tokens=1024", "--sequence_tokens=1024", *data])
+    trainer, copied = train_gpt.Trainer(hp, train_gpt.find_place(hp)), []
+    adam, muon = trainer.optimizers
+    for optimizer, names in ((adam, ("exp_avg", "exp_avg_sq")), (muon, ("momentum_buffer",))):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            optimizer.state[p] = {name: torch.zeros_like(p) for name in names}
+    to = torch.Tensor.to
+    torch.Tensor.to = lambda x, *where, **how: (copied.append(x.nbytes), to(x, *where, **how))[1]
+    state = trainer.state(0, train_gpt.Clock(trainer.place.device), [0, 0])
+    torch.Tensor.to = to
+    held = [x.nbytes for part in (state["model"], state["muon"], *state["adam"].values()) for x in part.values()]
+    return sum(copied) / sum(held)
+
+
 def bench_tokenizing(folder: Path) -> list[tuple]:
     """data/tokenize_text.py in one process, seconds of one core, against tiktoken alone and against 100 MB/s."""
     import bench_data
@@ -115,7 +147,8 @@ def bench_tokenizing(folder: Path) -> list[tuple]:
 
 
 BENCHMARKS = {"step": bench_step, "attention": bench_attention, "muon": bench_muon, "loader": bench_loader,
-              "tokenizing": bench_tokenizing}
+              "tokenizing": bench_tokenizing,
+              "checkpoint": bench_checkpoint}
 
 
 def main() -> int:

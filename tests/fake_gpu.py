@@ -229,8 +229,8 @@ def mock_fake_tensors() -> None:
     torch._C._set_only_lift_cpu_tensors(True)
     proxy_tensor.CONSTANT_NUMEL_LIMIT = 0  # tracing must not evaluate torch.tensor(0.5, device="cuda")
 
-    def item(tensor):  # a script prints its loss, and a fake tensor has none
-        return 1.0 if tensor.is_floating_point() else 1
+    def item(tensor):  # a script prints its loss, and a fake tensor has none; a flag is not set
+        return 0.0 if tensor.is_floating_point() else 0
 
     def tolist(tensor):
         return item(tensor) if tensor.dim() == 0 else [tolist(row) for row in tensor]
@@ -537,6 +537,7 @@ def join(rank: int, world_size: int) -> None:
         original("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
     dist.init_process_group = init_process_group
+    torch._C._distributed_c10d.FakeWork.is_completed = always(True)
     CatchErrorsWrapper.__call__ = outside_modes(CatchErrorsWrapper.__call__)  # DDPOptimizer stays in
     torch.nn.parallel.DistributedDataParallel = StandInDDP
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(index), WORLD_SIZE=str(world_size))

@@ -33,12 +33,13 @@ def as_rank(rank: int, shards, *more: str, **environment: str) -> dict:
 
 
 def per_step(collectives: list) -> list[list]:
-    """The collectives of each step: it begins with the mean loss, four bytes."""
+    """The collectives of each step: gradients, then the mean loss (12 bytes with the wish to stop), then Muon's."""
     steps = []
     for kind, size, dtype in collectives:
-        if kind == "allreduce_" and size == 4:
+        new = not steps or steps[-1][-1][0] == "_allgather_base_"
+        if kind == "allreduce_" and dtype in ("float32", "bfloat16") and new:
             steps.append([])
-        if steps and dtype != "float64":  # the validation loss is float64
+        if steps and dtype not in ("float64", "int64"):  # at validation: its loss, the hashes of the parameters
             steps[-1].append((kind, size, dtype))
     return steps
 
@@ -66,7 +67,7 @@ def test_bytes_a_step_of_the_h100_preset(shards):
     """Gradients once, in the type of their parameter; Muon's updates once, in bfloat16."""
     big = "--vocab_size=50257", "--model_dim=768", "--num_heads=6", "--num_layers=12"
     step = per_step(as_rank(0, shards, *big, FAKE_TRACE_ONLY="1")["collectives"])[0]
-    gradients = sum(size for kind, size, _ in step if kind == "allreduce_") - 4
+    gradients = sum(size for kind, size, _ in step if kind == "allreduce_") - 12
     updates = sum(size for kind, size, _ in step if kind == "_allgather_base_")
     print(f"{gradients:,} bytes of gradients, {updates:,} bytes of updates from each rank")
     embeddings, matrices, head = 4 * 50304 * 768, 44 * 768**2 + 24 * 4 * 768**2, 50304 * 768

@@ -66,7 +66,7 @@ def test_a_broken_shard_stops_every_rank(tmp_path):
     (["--document_token=64"], "below vocab_size=64; the nearest is --document_token=63"),
     (["--attention=flex"], "give --attention=banded"),
     (["--device=mps"], "this machine has none"),
-    (["--checkpoint=missing.pt"], "--checkpoint=missing.pt: cannot be loaded"),
+    (["--checkpoint=missing.pt"], "missing.pt: cannot be loaded"),
     (["--sample=Hello"], "a model to sample from"),
     (["num_steps=3"], "num_steps=3: no such hyperparameter"),
     (["--num_steps"], "it has no value"),

@@ -1,0 +1,323 @@
+"""Checkpoints and resume: nothing lost, nothing executable, nothing believed that a file claims."""
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+from runs import TINY, Result, make_data, run, write_shard
+
+SIX = [*TINY, "--num_steps=6", "--val_every=2", "--batch_tokens=1536", "--save_every=2", "--keep_checkpoints=3"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(data) -> Path:
+    """The folder of a run that nothing happened to."""
+    assert train_gpt.main([*SIX, *data, "--run_id=whole"]) == 0
+    return Path(data[-1].partition("=")[2]) / "whole"
+
+
+@pytest.fixture
+def cut(whole, tmp_path):
+    """cut(step): a copy of that folder, as it would be if the run had been killed some time after a step."""
+    def make(step: int, source: Path = whole) -> Path:
+        folder = tmp_path / f"logs{step}" / "run"
+        shutil.copytree(source, folder)
+        (folder / "model.pt").unlink()
+        for path in folder.glob("checkpoint_*.pt"):
+            if int(path.stem[-7:]) > step:
+                path.unlink()
+        return folder
+    return make
+
+
+def steps(folder: Path) -> list[str]:
+    """The lines of the log about steps, without their times."""
+    return [line.partition(" train_time")[0] for line in (folder / "log.txt").read_text().splitlines() if line.startswith("step:")]
+
+
+def losses(folder: Path) -> list[float]:
+    result = Result(folder, subprocess.CompletedProcess([], 0, ""))
+    return result.train_losses + result.val_losses
+
+
+def weights(folder: Path) -> dict:
+    return torch.load(folder / "model.pt", weights_only=True)["model"]
+
+
+def equal(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_resume_continues_bit_for_bit(data, whole, cut, capsys):
+    folder = cut(4)
+    (folder / "log.txt").open("a").write("step:5/6 half a li")
+    assert train_gpt.main([*SIX, *data, f"--log_dir={folder.parent}", "--resume=auto"]) == 0
+    assert "going on from" in capsys.readouterr().out
+    assert steps(folder) == steps(whole) and losses(folder) == losses(whole) and equal(weights(folder), weights(whole))
+
+
+def test_from_one_rank_to_two_to_three_to_one(data, whole, cut, tmp_path):
+    source = whole
+    for ranks, step in ((2, 2), (3, 4), (1, 5)):
+        folder = cut(step, source)
+        arguments = [*SIX, *data, f"--resume={folder}", "--save_every=1", "--keep_checkpoints=9"]
+        if ranks == 1:
+            assert train_gpt.main(arguments) == 0
+        else:
+            process = run(arguments, ranks)
+            assert process.returncode == 0 and "going on from" in process.stdout, process.stderr
+        source = folder
+    assert losses(source) == pytest.approx(losses(whole), abs=1e-4) and steps(source)[:3] == steps(whole)[:3]
+    ours, theirs = (torch.load(folder / "checkpoint_0000006.pt", weights_only=True)["muon"] for folder in (source, whole))
+    for name, momentum in theirs.items():
+        assert (momentum - ours[name]).norm() < 0.05 * momentum.norm(), name
+
+
+def test_the_momentum_of_all_ranks_is_in_a_checkpoint_that_runs_nothing(data, whole):
+    names = sorted(path.name for path in whole.glob("checkpoint_*"))
+    assert names == [f"checkpoint_000000{step}.pt" for step in (2, 4, 6)]  # the last three
+    for name in names:
+        state = torch.load(whole / name, weights_only=True)
+        assert state["step"] == state["index"] == int(name[-4]) and state["hyperparameters"]["num_steps"] == 6
+        assert state["muon"].keys() | state["adam"].keys() == state["model"].keys()
+        assert state["step"] == 2 or all(x.abs().sum() > 0 for x in state["muon"].values())
+
+
+def test_only_the_last_checkpoints_are_kept(data, tmp_path):
+    assert train_gpt.main([*SIX, *data, f"--log_dir={tmp_path}", "--run_id=k", "--save_every=1", "--keep_checkpoints=2"]) == 0
+    assert [path.name[-4] for path in sorted((tmp_path / "k").glob("checkpoint_*"))] == ["5", "6"]
+    assert not list((tmp_path / "k").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:len(b) // 2], lambda b: b[:9], lambda b: b"",
+                                    lambda b: b[:70000] + bytes([b[70000] ^ 1]) + b[70001:]])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(data, whole, cut, capsys, damage):
+    folder = cut(4)
+    path = folder / "checkpoint_0000004.pt"
+    path.write_bytes(damage(path.read_bytes()))
+    assert train_gpt.main([*SIX, *data, f"--resume={folder}"]) == 0
+    out = capsys.readouterr().out
+    assert f"passed over {path}: cannot be loaded" in out and "checkpoint_0000002.pt, step 2" in out
+    assert equal(weights(folder), weights(whole))
+
+
+def test_changed_hyperparameters_are_listed_or_refused(data, cut, capsys):
+    folder = cut(4)
+    arguments = [*SIX, *data, f"--resume={folder}", "--muon_rate=0.01", "--head_rate=0.5", "--log_every=2"]
+    assert train_gpt.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "head_rate 0.008 → 0.5, muon_rate 0.05 → 0.01; give the old values, or --resume_anyway" in error
+    assert "log_every" not in error and error.count("\n") == 1
+    assert train_gpt.main([*arguments, "--resume_anyway"]) == 0
+    assert "log_every 1 → 2" in (out := capsys.readouterr().out) and "muon_rate 0.05 → 0.01" in out
+
+
+def test_a_new_run_does_not_overwrite_checkpoints(data, cut, capsys):
+    folder = cut(4)
+    before = (folder / "log.txt").read_bytes()
+    assert train_gpt.main([*SIX, *data, f"--log_dir={folder.parent}", "--run_id=run"]) == 2
+    assert "has checkpoints; add --resume=auto" in capsys.readouterr().err and (folder / "log.txt").read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_finishes_the_step_saves_and_stops(data, whole, tmp_path, capsys, monkeypatch, number):
+    step = train_gpt.Trainer.step
+
+    def interrupted(self, batch, at):
+        if at == 2:
+            os.kill(os.getpid(), number)
+        return step(self, batch, at)
+    arguments = [*SIX, *data, f"--log_dir={tmp_path}", "--save_every=0"]
+    with monkeypatch.context() as patched:
+        patched.setattr(train_gpt.Trainer, "step", interrupted)
+        assert train_gpt.main([*arguments, "--run_id=s"]) == 0
+    assert f"stopped by {number.name} after step 3" in capsys.readouterr().out
+    assert train_gpt.main([*arguments, "--resume=auto"]) == 0
+    assert steps(tmp_path / "s") == steps(whole) and equal(weights(tmp_path / "s"), weights(whole))
+
+
+def test_a_full_disk_or_a_folder_that_is_gone_does_not_stop_training(data, whole, tmp_path, capsys):
+    """A disk with room for the log and one checkpoint, and then for nothing."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = (whole / "checkpoint_0000002.pt").stat().st_size
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.6 * size)}", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("no right to mount a small disk")
+    try:
+        arguments = [*SIX, *data, f"--log_dir={disk}"]
+        assert train_gpt.main([*arguments, "--run_id=full", "--keep_checkpoints=9"]) == 0
+        captured = capsys.readouterr()
+        assert captured.err.count("warning: ") == 1 and "checkpoint_0000004.pt could not be written" in captured.err
+        assert "step:6/6 val_loss" in captured.out
+        assert [path.name for path in (disk / "full").glob("checkpoint*")] == ["checkpoint_0000002.pt"]
+        assert train_gpt.read_saved(disk / "full" / "checkpoint_0000002.pt")["step"] == 2
+    finally:
+        subprocess.run(["umount", disk])
+
+
+def test_a_folder_that_is_gone_does_not_stop_training(data, tmp_path, capsys, monkeypatch):
+    step = train_gpt.Trainer.step
+
+    def losing(self, batch, at):
+        if at == 3:
+            shutil.rmtree(tmp_path / "gone")
+        return step(self, batch, at)
+    monkeypatch.setattr(train_gpt.Trainer, "step", losing)
+    assert train_gpt.main([*SIX, *data, f"--log_dir={tmp_path}", "--run_id=gone"]) == 0
+    captured = capsys.readouterr()
+    warnings = [line for line in captured.err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2 and "can no longer be written" in warnings[0] and "could not be written" in warnings[1]
+    assert "step:6/6 val_loss" in captured.out
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_optimizers_and_names_its_batch(data, cut, capsys, monkeypatch):
+    folder, step = cut(4), train_gpt.Trainer.step
+
+    def poisoned(self, batch, at):
+        if at == 5:
+            self.model.blocks[1].up.weight.register_hook(lambda grad: grad * float("nan"))
+        return step(self, batch, at)
+    monkeypatch.setattr(train_gpt.Trainer, "step", poisoned)
+    assert train_gpt.main([*SIX, *data, f"--resume={folder}", "--save_every=1"]) == 2
+    error = capsys.readouterr().err
+    assert "the first gradient that is not finite is that of blocks.1.up.weight" in error and "loss of step 6 is 3." in error
+    assert re.search(r"its batch is 5, number 5 of \S+train_000000.bin", error)
+    state = torch.load(max(folder.glob("checkpoint*")), weights_only=True)
+    assert state["step"] == 5 and all(x.isfinite().all() for x in state["model"].values())
+
+
+def test_no_checkpoint_is_made_of_parameters_that_are_not_finite(data, tmp_path):
+    hp = train_gpt.parse_command_line([*SIX, *data])
+    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
+    trainer.step(trainer.train_data.next_batch(), 0)
+    with torch.no_grad():
+        trainer.model.head.weight[3, 3] = float("inf")
+    with pytest.raises(train_gpt.UserError, match="head.weight.*batch is 0"):
+        trainer.state(1, train_gpt.Clock(trainer.place.device), [0, 0])
+
+
+# Files from elsewhere, mutated: each is read right or refused in one sentence.
+
+@st.composite
+def mutations(draw) -> list[tuple]:
+    """(where, as a part of the file's length; how; with what)"""
+    return draw(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from(["flip", "cut", "insert", "number"]),
+                                   st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
+
+
+def mutate(content: bytes, changes: list[tuple]) -> bytes:
+    for where, how, new in changes:
+        at = int(where * len(content)) if how != "number" else int(where * min(64, len(content)))
+        if how == "flip" or how == "number":
+            content = content[:at] + new + content[at + len(new):]
+        else:
+            content = content[:at] + (new + content[at:] if how == "insert" else b"")
+    return content
+
+
+def read_or_refused(function) -> object | None:
+    try:
+        return function()
+    except train_gpt.UserError as error:
+        assert len(str(error)) < 5000  # a list of all hyperparameters is long
+        assert "\n" not in str(error)
+
+
+def fuzz_shard(folder: Path, changes: list) -> None:
+    """Whatever is handed to the embedding is in range."""
+    path = write_shard(folder / "fuzz.bin", torch.arange(3000).numpy() % 64)
+    path.write_bytes(mutate(path.read_bytes(), changes))
+    def batches():
+        loader = train_gpt.Loader(str(path), 512, 256, vocab_size=64)
+        return [loader.next_batch() for _ in range(len(loader))]
+    for batch in read_or_refused(batches) or ():
+        assert all(0 <= tokens.min() and tokens.max() < 64 for pair in batch for tokens in pair)
+
+
+def fuzz_manifest(folder: Path, changes: list) -> None:
+    path = write_shard(folder / "fuzz.bin", torch.arange(3000).numpy() % 64)
+    manifest = dict(format=1, complete=True, vocab_size=64, document_token=63,
+                    shards=[dict(file="fuzz.bin", tokens=3000, text_bytes=9000)])
+    (folder / "manifest.json").write_bytes(mutate(json.dumps(manifest).encode(), changes))
+    hp = train_gpt.parse_command_line(TINY)
+    ratio = read_or_refused(lambda: train_gpt.check_manifest(hp, [train_gpt.Shard(str(path))]))
+    assert ratio is None or type(ratio) is float and abs(ratio) < 1e300
+    (folder / "manifest.json").unlink()
+
+
+def fuzz_checkpoint(folder: Path, changes: list, content: bytes, trainer: train_gpt.Trainer) -> None:
+    """Bytes first; then values inside of a file whose checksums are right."""
+    path = folder / "fuzz.pt"
+    path.write_bytes(mutate(content, changes))
+    state = read_or_refused(lambda: train_gpt.read_saved(path))
+    if state is None:
+        state = torch.load(io.BytesIO(content), weights_only=True)
+        holders = [state, state["model"], state["adam"]["embed.weight"], state["muon"], state["hyperparameters"]]
+        for where, _, new in changes:
+            holder = holders[new[0] % len(holders)]
+            name = sorted(holder)[int(where * len(holder))] if holder else ""
+            number = int.from_bytes(new, "little", signed=True)
+            values = [number, 1 << 60, float("nan"), "text", None, torch.zeros(3), [], {}]
+            if new[-1] % 9 == 8:
+                holder.pop(name, None)
+            else:
+                holder[name] = values[new[-1] % 9]
+        torch.save(state, path)
+    place = trainer.place
+
+    def use():
+        state = train_gpt.read_saved(path)
+        train_gpt.changed_since(trainer.hp, state["hyperparameters"])
+        trainer.restore(state, train_gpt.Clock(place.device))
+        trainer.step(trainer.train_data.next_batch(), 0)
+    read_or_refused(use)
+    read_or_refused(lambda: train_gpt.sample(train_gpt.load_model(str(path), place), "", trainer.hp))
+
+
+@settings(max_examples=150)
+@given(changes=mutations())
+def test_mutated_shards(tmp_path_factory, changes):
+    fuzz_shard(tmp_path_factory.getbasetemp(), changes)
+
+
+@settings(max_examples=150)
+@given(changes=mutations())
+def test_mutated_manifests(tmp_path_factory, changes):
+    fuzz_manifest(tmp_path_factory.getbasetemp(), changes)
+
+
+@settings(max_examples=60)
+@given(changes=mutations())
+def test_mutated_checkpoints(tmp_path_factory, whole, data, changes):
+    hp = train_gpt.parse_command_line([*SIX, *data])
+    if not hasattr(test_mutated_checkpoints, "trainer"):
+        test_mutated_checkpoints.trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
+    fuzz_checkpoint(tmp_path_factory.getbasetemp(), changes, (whole / "checkpoint_0000004.pt").read_bytes(),
+                    test_mutated_checkpoints.trainer)
+
+
+def test_a_model_that_claims_to_be_huge_takes_no_memory(whole, tmp_path):
+    import resource
+    for claim in (dict(num_layers=10**9), dict(model_dim=2**40), dict(mlp_ratio=10**12), dict(vocab_multiple=2**50),
+                  dict(sequence_tokens=2**50, batch_tokens=2**50, val_tokens=2**50, segment_tokens=0)):
+        state = torch.load(whole / "model.pt", weights_only=True)
+        state["hyperparameters"] |= claim
+        torch.save(state, tmp_path / "huge.pt")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        read_or_refused(lambda: train_gpt.load_model(str(tmp_path / "huge.pt"), train_gpt.Place()))
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024, claim

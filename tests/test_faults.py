@@ -1,0 +1,176 @@
+"""What really happens to runs, with real processes: signals, killed and stuck ranks, ranks that drift, lost machines."""
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+from runs import ROOT, SCRIPT, TINY, Result, make_data, trained
+from test_launch import free_port
+
+LONG = [*TINY, "--num_steps=30", "--val_every=10", "--save_every=4"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> list[str]:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data) -> Result:
+    return trained([*LONG, *data], "undisturbed", ranks=2)
+
+
+class Run:
+    """A run in the background, its output in a file that can be read meanwhile."""
+
+    def __init__(self, data: list[str], name: str, *options: str, command: list[str] | None = None, ranks: int = 2,
+                 restarts: int = 0, script: Path = SCRIPT, base: list[str] = LONG, **variables):
+        logs = Path(data[-1].partition("=")[2])
+        self.folder, self.path = logs / name, logs.parent / f"{name}_{random.random()}.out"
+        launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+                                          f"--max-restarts={restarts}"]
+        command = command or [sys.executable, *launcher, str(script)]
+        self.process = subprocess.Popen([*command, *base, *data, f"--run_id={name}", *options], start_new_session=True,
+                                        stdout=open(self.path, "w"), stderr=subprocess.STDOUT,
+                                        env=os.environ | {"OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR"} | variables)
+
+    @property
+    def output(self) -> str:
+        return self.path.read_text()
+
+    def until(self, text: str, timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not re.search(text, self.output):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.output
+            time.sleep(0.02)
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank, among the launcher's children."""
+        found = {}
+        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            variables = dict(entry.split("=", 1) for entry in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in entry)
+            if "RANK" in variables:
+                found[int(variables["RANK"])] = int(child)
+        return found
+
+    def wait(self, timeout: float = 120) -> int:
+        return self.process.wait(timeout)
+
+    def kill_all(self) -> None:
+        """A machine that goes: the launcher and its ranks at once."""
+        for pid in [self.process.pid, *self.ranks().values()]:
+            os.kill(pid, signal.SIGKILL)
+
+
+def same(folder: Path, other: Result) -> None:
+    result = Result(folder, subprocess.CompletedProcess([], 0, ""))
+    assert result.train_losses == other.train_losses and result.val_losses == other.val_losses
+
+
+def test_a_signal_to_one_rank_stops_all_after_a_checkpoint_and_a_second_run_finishes(data, undisturbed):
+    run = Run(data, "term", "--save_every=0")
+    run.until("step:7/30 train_loss")
+    os.kill(run.ranks()[1], signal.SIGTERM)
+    assert run.wait() == 0, run.output
+    assert re.search(r"stopped by another rank after step (\d+); go on with --resume=", run.output)
+    saved = list(run.folder.glob("checkpoint_*"))
+    assert len(saved) == 1 and 7 <= int(saved[0].stem[-7:]) < 30
+    assert train_gpt.main([*LONG, *data, f"--resume={run.folder}"]) == 0  # and here by one rank
+    result = Result(run.folder, subprocess.CompletedProcess([], 0, ""))
+    assert result.train_losses == pytest.approx(undisturbed.train_losses, abs=1e-4)
+
+
+def test_a_signal_to_the_launcher_reaches_the_ranks(data):
+    """SLURM's word before it takes the machines away."""
+    run = Run(data, "usr1", "--save_every=0", command=[str(ROOT / "run.sh")], PYTHON=sys.executable, NPROC="2")
+    run.until("step:5/30 train_loss")
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.wait(30) == 128 + signal.SIGUSR1, run.output
+    assert "stopped by SIGUSR1 after step" in run.output and "Traceback" not in run.output
+    assert len(list(run.folder.glob("checkpoint_*.pt"))) == 1
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path):
+    """In a step that takes minutes; a signal within a second of the first is the same one, come by another way."""
+    data = make_data(tmp_path, tokens=2_200_000)
+    run = Run(data, "second", "--num_steps=1", "--batch_tokens=2097152", "--val_every=1", "--cooldown=1", ranks=1)
+    run.until("step:0/1 val_loss")
+    for pause in (0.2, 1.2, 0.0):
+        assert run.process.poll() is None
+        run.process.send_signal(signal.SIGUSR1)
+        time.sleep(pause)
+    assert run.wait(5) == 128 + signal.SIGUSR1 and not list(run.folder.glob("checkpoint*"))
+
+
+def test_torchrun_restarts_a_killed_rank_and_nothing_is_lost(data, undisturbed):
+    run = Run(data, "killed", restarts=3)
+    run.until(f"step:{random.randint(5, 20)}/30 train_loss")
+    os.kill(random.choice(list(run.ranks().values())), signal.SIGKILL)
+    assert run.wait() == 0, run.output
+    same(run.folder, undisturbed)
+    assert run.output.count("going on from") == 1 and "Traceback" not in run.output
+
+
+def test_a_rank_that_stops_answering_is_named(data):
+    run = Run(data, "stuck", "--timeout=3")
+    run.until("step:3/30 train_loss")
+    stuck = run.ranks()[1]
+    os.kill(stuck, signal.SIGSTOP)
+    started = time.monotonic()
+    run.until("error: rank 1 stopped answering", 30)
+    assert time.monotonic() - started < 20
+    os.kill(stuck, signal.SIGKILL)  # which torchrun does itself after half a minute
+    assert run.wait() != 0 and "Traceback" not in run.output.partition("torch/distributed")[0], run.output
+
+
+def test_ranks_that_drift_apart_are_stopped_at_the_next_validation(data, tmp_path):
+    script = tmp_path / "drifting.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch, train_gpt
+step = train_gpt.Trainer.step
+def drifting(self, batch, number):
+    loss = step(self, batch, number)
+    if number == 4 and self.place.rank == 1:
+        with torch.no_grad():
+            for name in ("blocks.1.up.weight", "head.weight"):
+                flat = self.model.get_parameter(name).view(torch.int32).view(-1)
+                flat[5] ^= 1  # the last bit of one number
+    return loss
+train_gpt.Trainer.step = drifting
+sys.exit(train_gpt.main(sys.argv[1:]))
+""")
+    run = Run(data, "drift", script=script)
+    assert run.wait() != 0
+    assert "error: rank 1 and rank 0 have drifted apart, first in parameter blocks.1.up.weight" in run.output, run.output
+    assert "step:10/30 train_loss" in run.output and "step:11/30" not in run.output
+
+
+def test_a_machine_that_is_lost_and_comes_back_goes_on(data, undisturbed):
+    port = str(free_port())
+
+    def machine(number: int) -> Run:
+        return Run(data, "machines", "--resume=auto", command=[str(ROOT / "run.sh")], PYTHON=sys.executable, NNODES="2",
+                   NODE_RANK=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NPROC="1", MAX_RESTARTS="3")
+
+    first = machine(0)
+    while subprocess.run(["bash", "-c", f": < /dev/tcp/127.0.0.1/{port}"], stderr=subprocess.DEVNULL).returncode:
+        time.sleep(0.2)  # the first to come keeps the store; the one that is lost must be the other
+    second = machine(1)
+    deadline = time.monotonic() + 60
+    while not any("step:9/30" in run.output for run in (first, second)):  # either may be rank 0
+        assert time.monotonic() < deadline, first.output + second.output
+        time.sleep(0.05)
+    second.kill_all()
+    again = machine(1)
+    assert first.wait() == again.wait() == 0, first.output + again.output
+    assert "going on from" in first.output + again.output
+    same(first.folder, undisturbed)
