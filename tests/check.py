@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,9 +107,71 @@ def check_collective(hp: Hyperparameters, place: Place) -> str:
     return f"{place.world_size} ranks answered in {1000 * (time.perf_counter() - start):.1f} ms"
 
 
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().to("cpu", torch.float32, copy=True)
+
+
+def small_step(place: Place, gradients: dict | None = None) -> tuple[dict, dict]:
+    """(loss and gradients, updates by both optimizers) of a step of a small model: weights and tokens are always the same.
+
+    With gradients given, the optimizers take those: what differs in the updates is then the optimizers' own doing.
+    """
+    hp = Hyperparameters(vocab_size=1000, document_token=999, num_layers=4, num_heads=2, model_dim=256, sequence_tokens=1024,
+                         window_start=384, window_end=384, **train_gpt.SPARSE)
+    random, model = torch.Generator().manual_seed(0), GPT(hp, place.dtype, place.attention)
+    tokens = torch.randint(hp.vocab_size - 1, (hp.sequence_tokens + 1,), generator=random)
+    tokens[::171] = hp.document_token
+    with torch.no_grad():
+        for p in model.parameters():  # nothing is zero, so that every gradient counts
+            p.copy_(torch.randn(p.shape, generator=random) * (0.05 if p.ndim == 2 else 0.2) + (p.ndim < 2))
+    model.to(place.device)
+    forward = torch.compile(model, dynamic=False, fullgraph=True) if place.compile else model
+    tokens, window = tokens.to(place.device), torch.tensor(train_gpt.window_at(hp, 0), dtype=torch.int32, device=place.device)
+    loss = forward(tokens[:-1].int(), tokens[1:], window)
+    loss.backward()
+    named = dict(model.named_parameters())
+    seen = dict(loss=copied(loss)) | {name: copied(p.grad) for name, p in named.items()}
+    before = {name: copied(p) for name, p in named.items()}
+    for name, p in named.items():
+        p.grad.copy_((gradients or seen)[name])
+    for optimizer in train_gpt.build_optimizers(hp, model, replace(place, rank=0, world_size=1)):
+        optimizer.step()
+    return seen, {f"update of {name}": copied(p) - before[name] for name, p in named.items()}
+
+
+def step_error(place: Place) -> tuple[float, str]:
+    """(how far this device is from the CPU's fp32 path, as a part of what rounding explains; where it is farthest)"""
+    seen, updates = small_step(place)
+    right, _ = small_step(Place())
+    _, right_updates = small_step(Place(), seen)
+    errors = {}
+    for (name, x), y in zip((seen | updates).items(), (right | right_updates).values()):
+        precise = place.dtype == torch.float32 and not (name in updates and place.muon_dtype != torch.float32)
+        limit = 2e-3 if precise else 0.01 if name == "loss" else 0.1 if name in updates else 0.06 if y.ndim == 2 else 0.5
+        errors[name] = ((x - y).norm() / y.norm()).nan_to_num(1e9).item() / limit
+    worst = max(errors, key=errors.get)
+    return errors[worst], worst
+
+
+def check_step(hp: Hyperparameters, place: Place) -> str:
+    if place.device.type == "cpu":
+        return "not needed: the CPU's own path is what the tests compare with"
+    start, worst = time.perf_counter(), [(*step_error(place), place.rank)]
+    if place.world_size > 1:
+        everyone = [None] * place.world_size
+        dist.all_gather_object(everyone, worst[0])
+        worst = everyone
+    error, name, rank = max(worst)
+    if not error <= 1:
+        raise UserError(f"GPU {rank} computes something else than the CPU: {name} is off by {error:.3g} times what rounding "
+                        "explains; try --attention=banded, then --compile=no, and report it")
+    return (f"a small step on each of {place.world_size} GPUs agrees with the CPU's ({error:.2f} of what rounding explains, "
+            f"{time.perf_counter() - start:.0f} s)")
+
+
 CHECKS = {"versions": check_versions, "memory": check_memory, "compiler": check_compiler, "log folder": check_disk,
           "batch": check_batch, "training data": check_train_data, "validation data": check_val_data,
-          "collective": check_collective}
+          "collective": check_collective, "step": check_step}
 
 
 def parameter_table(hp: Hyperparameters, place: Place) -> list[str]:

@@ -1,0 +1,49 @@
+"""The self-test of ./run.sh check: rounding passes it, mistakes do not. On a GPU it compares that with the CPU."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import check
+import train_gpt
+from train_gpt import Place
+
+ROUNDED = Place(dtype=torch.bfloat16, muon_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("place", [ROUNDED, Place(muon_dtype=torch.bfloat16), Place()])
+def test_rounding_passes(place):
+    error, where = check.step_error(place)
+    assert error < 0.8, where
+    assert place != Place() or error == 0
+
+
+def only_there(monkeypatch, name: str, wrong) -> None:
+    """A mistake that the device makes and the CPU's fp32 path does not."""
+    right = getattr(train_gpt, name)
+
+    def chosen(x, *more, **options):
+        return (wrong if x.dtype == torch.bfloat16 else right)(x, *more, **options)
+    monkeypatch.setattr(train_gpt, name, chosen)
+
+
+@pytest.mark.parametrize("name, wrong", [
+    ("attend", lambda q, k, v, mask: train_gpt.banded_cpu(q, k, v, mask.bias.clamp(min=-1.0), mask.window)[0]),  # sees all
+    ("attend", lambda q, k, v, mask: train_gpt.banded_cpu(q, k, v, mask.bias, mask.window // 128)[0]),  # window too narrow
+    ("norm", lambda x: F.rms_norm(x, (x.size(-1),), eps=0.1)),
+    ("newton_schulz", lambda x, steps: x / x.norm(dim=(-2, -1), keepdim=True)),
+])
+def test_mistakes_do_not(monkeypatch, name, wrong):
+    only_there(monkeypatch, name, wrong)
+    assert check.step_error(ROUNDED)[0] > 1
+
+
+def test_a_gpu_that_is_wrong_is_named(monkeypatch):
+    monkeypatch.setattr(check, "step_error", lambda place: (7.0, "head.weight"))
+    with pytest.raises(train_gpt.UserError, match="GPU 0 computes something else.*head.weight is off by 7 times"):
+        check.check_step(train_gpt.Hyperparameters(), Place(device=torch.device("cuda", 0)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_this_gpu():
+    hp = train_gpt.parse_command_line(["--preset=h100", "--sequence_tokens=1024", "--batch_tokens=1024", "--val_tokens=1024"])
+    print(check.check_step(hp, train_gpt.find_place(hp)))
