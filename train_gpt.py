@@ -1131,9 +1131,7 @@ def evaluate(hp: Hyperparameters, model: nn.Module, loader: Loader, window: Tens
         (inputs, targets), = loader.next_batch(stride=place.world_size)
         total += torch.stack((model(inputs, targets, window), (targets != hp.document_token).sum()))
     model.train()
-    if place.world_size > 1:
-        dist.all_reduce(total)
-    loss, text = total.tolist()
+    loss, text = summed(total, place)
     text = text if hp.vocab_size <= 257 else (bytes_per_token or 0) * hp.val_tokens  # bytes count themselves
     bits = loss * hp.sequence_tokens / text / math.log(2) if text else None
     return dict(val_loss=loss / sequences, bits_per_byte=bits)
@@ -1197,8 +1195,7 @@ def score_hellaswag(folder: str, model: GPT, place: "Place", tokens: int = 4096)
             context, end = tasks[number // 4][0], start + len(rows[number])
             losses[number] = each[start + context - 1:end - 1].mean()
             start = end
-    if place.world_size > 1:
-        dist.all_reduce(losses)
+    losses = torch.tensor(summed(losses, place))
     answers = losses.view(-1, 4).argmin(dim=1).tolist()
     right = sum(answer == label for answer, (_, label) in zip(answers, tasks))
     return dict(hellaswag=right / len(tasks), tasks=len(tasks), losses=losses.tolist(),
@@ -1252,6 +1249,7 @@ class Place:
     attention: str = "banded"
     compile: bool = False
     why_not_compiled: str = ""
+    timeout: float = 600.0                      # seconds that a collective may take
 
 
 def find_place(hp: Hyperparameters) -> Place:
@@ -1274,7 +1272,7 @@ def find_place(hp: Hyperparameters) -> Place:
         raise UserError("--attention=flex: it trains only on CUDA and compiled; give --attention=banded")
     return Place(rank, world_size, device, pick_dtype(hp.dtype, bf16),
                  pick_dtype(hp.muon_dtype, bf16 or cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
-                 attention, compiled, why_not)
+                 attention, compiled, why_not, hp.timeout)
 
 
 def pick_dtype(name: str, has_bf16: bool) -> torch.dtype:
@@ -1314,7 +1312,7 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
     if place.world_size > 1:
         of, store = os.environ, None
-        patience = hp.timeout + 60 * (place.device.type == "cuda")  # Trainer.average first: it names ranks
+        patience = hp.timeout + 60 * (place.device.type == "cuda")  # `summed` first: it names ranks
         if of.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and of["GROUP_WORLD_SIZE"] == "1":
             # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
             store = dist.TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]))
@@ -1323,6 +1321,18 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
                                 rank=place.rank, world_size=place.world_size,
                                 timeout=datetime.timedelta(seconds=patience),
                                 device_id=place.device if place.device.type == "cuda" else None)
+
+
+def summed(values: Tensor, place: Place) -> list:
+    """Over the ranks. One that does not answer in time ends the wait here, before NCCL's watchdog ends us."""
+    if place.world_size > 1:
+        work, deadline = dist.all_reduce(values, async_op=True), time.monotonic() + place.timeout
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise dist.DistError(f"no answer in {place.timeout:g} s")
+            time.sleep(2e-5)
+        work.wait()
+    return values.tolist()
 
 
 class Trainer:
@@ -1369,23 +1379,13 @@ class Trainer:
                 loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])
         stop = torch.full_like(mean, bool(self.interrupted))  # every rank hears of it in the same step
-        loss, norm, self.stopping = self.average(torch.stack((mean, norm.float(), stop)))
+        values = summed(torch.stack((mean, norm.float(), stop)), self.place)
+        loss, norm, self.stopping = (value / self.place.world_size for value in values)
         self.require_finite(step + 1, loss, norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss
-
-    def average(self, values: Tensor) -> list[float]:
-        """Over the ranks; one that does not answer in time ends the wait, here before NCCL's watchdog does."""
-        if self.place.world_size > 1:
-            work, deadline = dist.all_reduce(values, async_op=True), time.monotonic() + self.hp.timeout
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    raise dist.DistError(f"no answer in {self.hp.timeout:g} s")
-                time.sleep(2e-5)
-            work.wait()
-        return (values / self.place.world_size).tolist()
 
     def require_finite(self, step: int, loss: float, norm: float | Tensor) -> None:
         """Stop before what is not finite gets into weights or a checkpoint, and say which batch to replay."""
@@ -1644,6 +1644,13 @@ def use_model(model: GPT, hp: Hyperparameters, place: Place) -> None:
         print(score["line"] if hp.hellaswag else sample(model, hp.sample, hp))
 
 
+def give_up(why: UserError | str) -> int:
+    if (rank := int(os.environ.get("RANK", 0))):
+        time.sleep(10)  # what all ranks have to say, rank 0 says alone: torchrun then stops the others
+    print(f"error on rank {rank}: {why}" if rank else f"error: {why}", file=sys.stderr, flush=True)
+    return 2
+
+
 def main(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(help_text())
@@ -1660,15 +1667,12 @@ def main(arguments: list[str]) -> int:
         else:
             train(hp, place)
         return 0
-    except (UserError, RuntimeError) as error:
-        if not isinstance(error, UserError):
-            if not (dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))):
-                raise
-            error = silent_ranks(error)
-        if (rank := int(os.environ.get("RANK", 0))):
-            time.sleep(10)  # what all ranks have to say, rank 0 says alone: torchrun then stops the others
-        print(f"error on rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+    except UserError as error:
+        return give_up(error)
+    except RuntimeError as error:
+        if not (dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))):
+            raise
+        os._exit(give_up(silent_ranks(error)))  # to take leave of a group that is stuck would get stuck too
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
