@@ -32,8 +32,8 @@ def laptop_run(folder: Path) -> tuple[list[str], list[str]]:
             "--val_tokens=65536", "--val_every=40", "--log_every=1", "--save_every=5", *sys.argv[2:]], data
 
 
-def kill_some(run: Run, kills: int) -> int:
-    """One line each; returns how many there were before the run ended."""
+def kill_some(run: Run, kills: int, num_steps: int) -> int:
+    """Over the whole run, one line each; returns how many there were before it ended."""
     def wait(size: int, pattern: str, times: int = 1, seconds: float = 300) -> None:
         """Until the pattern has come so often after this place of the output, or the time is up."""
         deadline = time.monotonic() + seconds
@@ -45,7 +45,7 @@ def kill_some(run: Run, kills: int) -> int:
         if random.random() < 0.2:  # at any moment, also while starting
             wait(size, "never", seconds=random.uniform(0, 10))
         else:
-            wait(size, "train_loss", times=random.randint(1, 9))
+            wait(size, "train_loss", times=random.randint(1, 2 * num_steps // kills + 3))  # some are steps done again
         time.sleep(random.uniform(0, 0.3))
         while run.process.poll() is None and not (ranks := run.ranks()):
             time.sleep(0.05)
@@ -87,7 +87,7 @@ def main() -> int:
         quiet = Run(data, "undisturbed", base=base)
         assert quiet.wait(3600) == 0, quiet.output
         run = Run(data, "killed", base=base, restarts=2 * kills + 10)
-        survived = kill_some(run, kills)
+        survived = kill_some(run, kills, train_gpt.parse_command_line(base).num_steps)
         finished = run.wait(3600) == 0
         one, other = (Result(log, subprocess.CompletedProcess([], 0, "")) for log in (quiet.folder, run.folder))
         lost = sum(a != b for a, b in zip(one.train_losses, other.train_losses)) + abs(
