@@ -21,7 +21,7 @@ def check(seen: dict, model_graphs: int = 2) -> None:
 
 
 def test_h100_step_at_its_shapes_and_a_quarter_of_its_depth():
-    seen = lower("H100", "--num_layers=3", FIRST_CONFIG="1")
+    seen = lower("H100", "--num_layers=3", CONFIGS="first")
     check(seen)
     assert seen["worst_spill"] < 100
     assert seen["largest"][0] <= 2 * LOGITS, "logits in fp32 are 13 GB: they must never be whole in memory"
@@ -37,19 +37,19 @@ def test_h100_step_at_full_size():
 
 @slow
 def test_h100_step_as_one_of_eight_ranks():
-    check(lower("H100", "--num_layers=3", RANKS="8", FIRST_CONFIG="1"))
+    check(lower("H100", "--num_layers=3", RANKS="8", CONFIGS="first"))
 
 
 @slow
 @pytest.mark.parametrize("preset", DATED)
 def test_dated_presets(preset):
-    check(lower("H100", f"--preset={preset}", "--num_layers=3", "--tune_kernels=false", FIRST_CONFIG="1"))
+    check(lower("H100", f"--preset={preset}", "--num_layers=3", "--tune_kernels=false", CONFIGS="first"))
 
 
 @slow
 @pytest.mark.parametrize("card", ["A100", "3090", "4090", "B200"])
 def test_other_cards(card):
-    check(lower(card, "--num_layers=3", "--sequence_tokens=8192", FIRST_CONFIG="1"))
+    check(lower(card, "--num_layers=3", "--sequence_tokens=8192", CONFIGS="first"))
 
 
 @slow
