@@ -1052,7 +1052,7 @@ def evaluate(hp: Hyperparameters, model: nn.Module, loader: Loader, window: Tens
     """Loss per token, and bits per byte of text where that is known, over the first val_tokens."""
     model.eval()
     sequences, loader.index = hp.val_tokens // hp.sequence_tokens, place.rank
-    total = torch.zeros(2, dtype=torch.float64, device=place.device)  # loss, targets that are text
+    total = torch.zeros(2, dtype=widest_dtype(place), device=place.device)  # loss, targets that are text
     while loader.index < sequences:  # the ranks take turns, whatever their number
         (inputs, targets), = loader.next_batch(stride=place.world_size)
         total += torch.stack((model(inputs, targets, window), (targets != hp.document_token).sum()))
@@ -1063,6 +1063,10 @@ def evaluate(hp: Hyperparameters, model: nn.Module, loader: Loader, window: Tens
     text = text if hp.vocab_size <= 257 else (bytes_per_token or 0) * hp.val_tokens  # bytes count themselves
     bits = loss * hp.sequence_tokens / text / math.log(2) if text else None
     return dict(val_loss=loss / sequences, bits_per_byte=bits)
+
+
+def widest_dtype(place: "Place") -> torch.dtype:
+    return torch.float32 if place.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
 
 def text_codec(hp: Hyperparameters) -> tuple:
@@ -1110,7 +1114,7 @@ def score_hellaswag(folder: str, model: GPT, place: "Place", tokens: int = 4096)
     hp, (path, rows, tasks) = model.hp, read_hellaswag(folder, model.hp)
     packs = pack_rows([len(row) for row in rows], min(tokens, hp.sequence_tokens), path)
     window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=place.device)
-    losses = torch.zeros(len(rows), dtype=torch.float64, device=place.device)
+    losses = torch.zeros(len(rows), dtype=widest_dtype(place), device=place.device)
     for pack in packs[place.rank::place.world_size]:
         packed = np.concatenate([rows[number] for number in pack])
         padded = np.pad(packed, (0, -len(packed) % BLOCK), constant_values=hp.document_token)

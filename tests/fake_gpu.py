@@ -167,15 +167,17 @@ index = 0
 # Installing the mocks
 # ------------------------------------------------------------------------------------------------------------
 
-def install(name: str = "H100", device_index: int = 0, configs: str = "all") -> None:
-    """configs: of each kernel, compile all configurations, the first, or none: only note its launches."""
+def install(name: str = "H100", device_index: int = 0, configs: str = "all", assemble: bool = True) -> None:
+    """configs: of each kernel, compile all configurations, the first, or none: only note its launches.
+    Without assembling, compiling ends before ptxas, which takes most of the time: no registers, no spills.
+    """
     global card, index
     assert "torch._inductor.compile_fx" not in sys.modules, "install before torch.compile is used"
     card, index = CARDS[name], device_index
     ctypes.CDLL(str(build_shim())).fake_cuda_install(device_index)
     mock_runtime()
     mock_fake_tensors()
-    mock_triton()
+    mock_triton(assemble)
     mock_inductor(configs)
     mock_streams()
 
@@ -286,7 +288,7 @@ class Utils:
                     multiprocessor_count=card.processors)
 
     def load_binary(self, name, kernel, shared, device) -> tuple:
-        registers, spilled = resources(kernel)
+        registers, spilled = resources(kernel) if kernel else (0, 0)
         seen.kernels.append(dict(name=name, registers=registers, spilled=spilled, shared=shared))
         return 1, 1, registers, spilled // 4, 1024  # module, function, registers, spills, threads at most
 
@@ -302,7 +304,7 @@ class Launcher:
         seen.launches.append((self.name, (x, y, z)))
 
 
-def mock_triton() -> None:
+def mock_triton(assemble: bool) -> None:
     """Triton's NVIDIA back end gets a driver that needs no libcuda."""
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
@@ -339,6 +341,8 @@ def mock_triton() -> None:
         def clear_cache(self, cache):
             pass
 
+    if not assemble:
+        backends["nvidia"].compiler.make_cubin = always(b"")
     backends["nvidia"] = dataclasses.replace(backends["nvidia"], driver=Driver)
     driver.set_active(Driver())
 
@@ -362,7 +366,6 @@ def on_the_host(function):
 def mock_inductor(configs: str) -> None:
     import torch._inductor.compile_fx as compile_fx
     import torch._inductor.config as config
-    import torch._inductor.kernel.flex.common as flex
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch._inductor.select_algorithm import AlgorithmSelectorCache, ExternKernelCaller
@@ -386,9 +389,6 @@ def mock_inductor(configs: str) -> None:
                                        for choice in choices})
     compile_fx.cudagraphify = lambda model, *a, **k: model  # compile, but capture nothing
     Folder.__init__, Folder.run = on_the_host(Folder.__init__), on_the_host(Folder.run)
-    build = flex.build_subgraph_module_buffer  # a mask's graph may hold constants that nobody uses any more
-    flex.build_subgraph_module_buffer = lambda args, module: (
-        module.graph.eliminate_dead_code(), build(args, module))[1]
     # the wrapper code calls these C++ helpers: ours go through the fake mode, which sees and meters them
     guards = torch._C._dynamo.guards
     guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(

@@ -1,6 +1,7 @@
 """Lower FlexAttention, forward and backward, under the mask of train_gpt.py for a card.
 
     python gpu_attention.py CARD HEAD_DIM [TILES as JSON]      prints what the kernels need, as JSON
+    PTXAS=1 …                                                  also registers and spills: a minute more
 """
 import json
 import os
@@ -12,7 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), os.environ.get("TRAIN_GPT", str(Path
 import fake_gpu  # noqa: E402
 
 card, head_dim = sys.argv[1], int(sys.argv[2])
-fake_gpu.install(card)
+fake_gpu.install(card, assemble="PTXAS" in os.environ)
 
 import torch  # noqa: E402
 import train_gpt  # noqa: E402

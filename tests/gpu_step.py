@@ -3,6 +3,7 @@
     python gpu_step.py CARD [--name=value …]      H100, A100, 3090, 4090 or B200; arguments of train_gpt.py
     RANKS=8 python gpu_step.py H100 …             as rank 0 of 8
     CONFIGS=first …                               one configuration of each kernel, not all; none: none
+    NO_PTXAS=1 …                                  stop short of registers and spills, in half of the time
     MICRO_STEPS=2 …                               sequences per step of a rank, 1 unless told
 
 It goes through Trainer.warm_up, Trainer.step and evaluate as a run does; batches are given, not loaded.
@@ -18,7 +19,7 @@ import fake_gpu  # noqa: E402
 
 card, arguments = sys.argv[1], sys.argv[2:]
 ranks, micro_steps = (int(os.environ.get(name, 1)) for name in ("RANKS", "MICRO_STEPS"))
-fake_gpu.install(card, configs=os.environ.get("CONFIGS", "all"))
+fake_gpu.install(card, configs=os.environ.get("CONFIGS", "all"), assemble="NO_PTXAS" not in os.environ)
 if ranks > 1:
     fake_gpu.join(0, ranks)
 

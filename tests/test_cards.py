@@ -1,4 +1,4 @@
-"""What follows from the GPU that is there: types, attention, compiling, tiles, and how long a sequence fits."""
+"""What follows from the GPU that is there: types, attention, compiling, tiles, and what sequence fits."""
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +14,9 @@ GIB = 2**30
 @pytest.fixture
 def cards(monkeypatch):
     """cards(gigabytes, …): GPUs of these sizes, all of one generation."""
-    def pretend(*gigabytes: float, capability=(9, 0), shared: int | None = 227 * 1024, hip: str | None = None):
-        properties = [SimpleNamespace(total_memory=int(size * GIB), major=capability[0], minor=capability[1],
-                                      **({} if shared is None else dict(shared_memory_per_block_optin=shared)))
+    def pretend(*gigabytes: int, capability=(9, 0), shared: int | None = 227 * 1024, hip: str | None = None):
+        told = {} if shared is None else dict(shared_memory_per_block_optin=shared)
+        properties = [SimpleNamespace(total_memory=size * GIB, major=capability[0], **told)
                       for size in gigabytes]
         for name, value in dict(is_available=lambda: bool(gigabytes), device_count=lambda: len(gigabytes),
                                 current_device=lambda: 0, get_device_properties=lambda device=0:
@@ -68,8 +68,8 @@ def test_what_cannot_fit_is_refused_in_one_sentence(cards):
     assert parse_command_line(["--preset=h100", "--sequence_tokens=16384"]).sequence_tokens == 16384
     assert parse_command_line(["--preset=h100", "--sequence_tokens=65536", "--device=cpu"])
     cards(4)
-    with pytest.raises(UserError, match="--sequence_tokens=128: it needs about 4.2 GiB and the GPU has 2.6 GiB"
-                                        " for it; train a smaller model"):
+    with pytest.raises(UserError, match="--sequence_tokens=128: it needs about 4.2 GiB and the GPU has "
+                                        "2.6 GiB for it; train a smaller model"):
         parse_command_line(["--preset=h100"])
 
 
@@ -132,6 +132,7 @@ def test_apple_gpus_are_used_only_on_request(cards, monkeypatch):
     place = find_place(parse_command_line(["--device=mps"]))
     assert (place.device.type, place.dtype, place.muon_dtype) == ("mps", FP32, FP32)
     assert (place.attention, place.compile) == ("banded", False)
+    assert train_gpt.widest_dtype(place) == FP32, "it has no float64"
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(UserError, match="--device=mps: this machine has none; give --device=cpu"):
         find_place(parse_command_line(["--device=mps"]))
