@@ -81,7 +81,7 @@ class Hyperparameters:
     # budget
     num_steps: int = 1390               # optimizer steps
     batch_tokens: int = 8 * 64 * 1024   # tokens per step over all ranks, whatever the world size
-    sequence_tokens: int = 64 * 1024    # tokens per forward pass of one rank; a multiple of 128
+    sequence_tokens: int = 0            # tokens per forward pass of a rank; 0: 65,536, or as many as fit
     segment_tokens: int = 0             # a batch is stretches this long from evenly spaced places; 0: one
     epochs: int = 1                     # times the shards may be walked through; above 1: in shuffled order
     val_every: int = 125                # steps between validations; 0: only at the end
@@ -260,8 +260,41 @@ def parse_command_line(arguments: list[str]) -> Hyperparameters:
             refuse("preset", preset, "one of " + ", ".join(PRESETS), nearest(preset, PRESETS))
     merged = {name: value for preset in presets for name, value in PRESETS[preset].items()} | values
     hp = Hyperparameters(**merged, preset="+".join(presets))
-    validate(hp)
+    settle_sequence(hp)
     return hp
+
+
+def settle_sequence(hp: Hyperparameters) -> None:
+    """Turn sequence_tokens=0 into a number, and refuse one that the smallest GPU here has no room for.
+
+    Shorter sequences are more micro-steps of the same batch: the same training, to documents that fit them.
+    """
+    lengths = sequence_lengths(hp)
+    automatic, hp.sequence_tokens = not hp.sequence_tokens, hp.sequence_tokens or max(lengths, default=2**16)
+    validate(hp)
+    if hp.checkpoint or hp.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return
+    place, cards = find_place(hp), map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    room = usable(min(card.total_memory for card in cards))
+    state, per_token = memory_needed(hp, place)
+    fitting = max((length for length in lengths if state + length * per_token <= room), default=0)
+    if automatic:
+        hp.sequence_tokens = fitting or min(lengths, default=hp.sequence_tokens)
+    if (needed := state + hp.sequence_tokens * per_token) > room:
+        remedy = f"--sequence_tokens={fitting} is the most that fits" if fitting else "train a smaller model"
+        raise UserError(f"--sequence_tokens={hp.sequence_tokens}: it needs about {needed / 2**30:.1f} GiB "
+                        f"and the GPU has {max(0, room) / 2**30:.1f} GiB for it; {remedy}")
+
+
+def sequence_lengths(hp: Hyperparameters) -> list[int]:
+    """Into what the batch can be cut: powers of two, from the mask's block to 65,536."""
+    ranks, segment = int(os.environ.get("WORLD_SIZE", 1)), hp.segment_tokens or 1
+    return [length for length in (BLOCK * 2**power for power in range(10)) if hp.val_tokens % length ==
+            hp.batch_tokens % (ranks * length) == length % segment == 0]
+
+
+def usable(card_bytes: int) -> float:
+    return 0.9 * card_bytes - 2**30  # less fragments, CUDA itself, workspaces
 
 
 AT_LEAST_1 = ("vocab_size", "vocab_multiple", "num_steps", "num_heads", "model_dim", "mlp_ratio", "log_every",
@@ -518,9 +551,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.float32, attention: str = "banded"):
+    def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.float32, attention: str = "banded",
+                 tiles: dict | None = None):
         super().__init__()
-        self.hp, self.dtype, self.attention = hp, dtype, attention
+        self.hp, self.dtype, self.attention, self.tiles = hp, dtype, attention, tiles
         rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
         rotary = Rotary(hp.model_dim // hp.num_heads, hp.sequence_tokens, hp.rotary_base, hp.rotary_fraction,
                         hp.rotary_endpoint)
@@ -538,7 +572,8 @@ class GPT(nn.Module):
         assert inputs.ndim == 1 and inputs.size(0) % BLOCK == 0, "one sequence, a multiple of the block"
         hp, encoder = self.hp, self.hp.num_layers // 2
         segment = hp.segment_tokens if self.training else 0  # validation text is contiguous
-        mask = build_mask(inputs, window, hp.document_token, segment, self.attention, band_reach(hp))
+        mask = build_mask(inputs, window, hp.document_token, segment, self.attention, band_reach(hp),
+                          self.tiles)
         x = x0 = norm(self.embed(inputs).to(self.dtype))
         tables = [table(inputs).to(self.dtype).view(len(x), hp.num_heads, -1) for table in self.value_embeds]
         skips, first_values = [], None
@@ -566,16 +601,17 @@ class Mask(NamedTuple):
     window: Tensor              # int32 (tokens, blocks): a key is seen if it is nearer than both
     blocks: BlockMask | None    # flex
     bias: Tensor | None         # banded
+    tiles: dict | None = None   # flex: of its kernels
 
 
 def build_mask(inputs: Tensor, window: Tensor, document_token: int, segment: int, attention: str,
-               reach: int) -> Mask:
+               reach: int, tiles: dict | None = None) -> Mask:
     starts = inputs == document_token
     if segment:
         starts = starts | (torch.arange(len(inputs), device=inputs.device) % segment == 0)
     documents = starts.cumsum(0, dtype=torch.int32)
     if attention == "flex":
-        return Mask(window, flex_block_mask(documents, window), None)
+        return Mask(window, flex_block_mask(documents, window), None, tiles)
     return Mask(window, None, band_bias(documents, window, min(reach, len(inputs) // BLOCK - 1)))
 
 
@@ -628,13 +664,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Softmax attention under the mask; everything is [tokens, heads, head_dim]."""
     if mask.blocks is not None:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return flex_attention(q, k, v, block_mask=mask.blocks)[0].transpose(0, 1)
+        out = flex_attention(q, k, v, block_mask=mask.blocks, kernel_options=mask.tiles)
+        return out[0].transpose(0, 1)
     if q.device.type == "cpu":
         return banded_cpu(q, k, v, mask.bias, mask.window)[0]
     span = mask.bias.size(-1)
     out = F.scaled_dot_product_attention(query_blocks(q), key_bands(k, span), key_bands(v, span),
                                          attn_mask=mask.bias.type_as(q))
     return out.transpose(1, 2).reshape(q.shape)
+
+
+def flex_tiles(shared_memory: int, head_bytes: int) -> dict | None:
+    """FlexAttention's tiles where Inductor's own, which need about 386 × head_bytes, do not fit the GPU.
+
+    Square ones in two stages need 6 at most: keys and values, and two pairs of queries and gradients.
+    """
+    if not shared_memory or shared_memory >= 386 * head_bytes:
+        return None
+    side = max(16, min(64, 2 ** int(math.log2(shared_memory / head_bytes / 6))))
+    names = "fwd_BLOCK_M fwd_BLOCK_N bwd_BLOCK_M1 bwd_BLOCK_N1 bwd_BLOCK_M2 bwd_BLOCK_N2".split()
+    return dict.fromkeys(names, side) | dict(num_stages=2, num_warps=4)
 
 
 def query_blocks(x: Tensor) -> Tensor:
@@ -1100,7 +1149,7 @@ def load_model(path: str, place: "Place") -> GPT:
     """A model with the hyperparameters that it was saved with, on this device."""
     state = read_saved(path)
     try:
-        saved, weights = state["hyperparameters"] | dict(preset="laptop"), state["model"]
+        saved, weights = state["hyperparameters"] | dict(preset="laptop", checkpoint=path), state["model"]
         assert saved["num_layers"] <= len(weights) and saved["sequence_tokens"] <= 2**24, "claims too much"
         hp = parse_command_line([f"--{name}={value}" for name, value in saved.items()])
         hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # of use here only as room for the prompt
@@ -1126,7 +1175,7 @@ def evaluate(hp: Hyperparameters, model: nn.Module, loader: Loader, window: Tens
     """Loss per token, and bits per byte of text where that is known, over the first val_tokens."""
     model.eval()
     sequences, loader.index = hp.val_tokens // hp.sequence_tokens, place.rank
-    total = torch.zeros(2, dtype=torch.float64, device=place.device)  # loss, targets that are text
+    total = torch.zeros(2, dtype=widest_dtype(place), device=place.device)  # loss, targets that are text
     while loader.index < sequences:  # the ranks take turns, whatever their number
         (inputs, targets), = loader.next_batch(stride=place.world_size)
         total += torch.stack((model(inputs, targets, window), (targets != hp.document_token).sum()))
@@ -1135,6 +1184,10 @@ def evaluate(hp: Hyperparameters, model: nn.Module, loader: Loader, window: Tens
     text = text if hp.vocab_size <= 257 else (bytes_per_token or 0) * hp.val_tokens  # bytes count themselves
     bits = loss * hp.sequence_tokens / text / math.log(2) if text else None
     return dict(val_loss=loss / sequences, bits_per_byte=bits)
+
+
+def widest_dtype(place: "Place") -> torch.dtype:
+    return torch.float32 if place.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
 
 def text_codec(hp: Hyperparameters) -> tuple:
@@ -1184,7 +1237,7 @@ def score_hellaswag(folder: str, model: GPT, place: "Place", tokens: int = 4096)
     hp, (path, rows, tasks) = model.hp, read_hellaswag(folder, model.hp)
     packs = pack_rows([len(row) for row in rows], min(tokens, hp.sequence_tokens), path)
     window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=place.device)
-    losses = torch.zeros(len(rows), dtype=torch.float64, device=place.device)
+    losses = torch.zeros(len(rows), dtype=widest_dtype(place), device=place.device)
     for pack in packs[place.rank::place.world_size]:
         packed = np.concatenate([rows[number] for number in pack])
         padded = np.pad(packed, (0, -len(packed) % BLOCK), constant_values=hp.document_token)
@@ -1250,6 +1303,22 @@ class Place:
     compile: bool = False
     why_not_compiled: str = ""
     timeout: float = 600.0                      # seconds that a collective may take
+    tiles: dict | None = None                   # of FlexAttention's kernels; None: Inductor's own
+
+
+def memory_needed(hp: Hyperparameters, place: Place) -> tuple[float, float]:
+    """(bytes, bytes per token of a sequence) at a step's peak; fitted to traces of tests/gpu_memory.py."""
+    with torch.device("meta"):
+        groups = optimizer_groups(hp, GPT(hp, place.dtype, place.attention))
+    size = {kind: sum(p.numel() * p.element_size() for p in group["params"].values())
+            for kind, group in groups.items()}
+    muon, adam = size.pop("muon"), sum(size.values())
+    copies = 3 + place.compile  # parameters, gradients (DDP: its buckets), a micro-step's own, warm_up's
+    state = copies * (muon + adam) + 2 * adam + muon / place.world_size
+    bands = 0 if place.attention == "flex" else 3 * hp.num_heads * (band_reach(hp) + 1) * BLOCK
+    layers = hp.num_layers * ((12 + 2 * hp.mlp_ratio) * hp.model_dim + bands)
+    logits = place.dtype.itemsize if place.compile else 16  # bytes: fused, or four times in fp32
+    return state, layers * place.dtype.itemsize + hp.padded_vocab * logits
 
 
 def find_place(hp: Hyperparameters) -> Place:
@@ -1264,15 +1333,20 @@ def find_place(hp: Hyperparameters) -> Place:
         raise UserError("--device=mps: this machine has none; give --device=cpu")
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     cpu = torch.cpu.get_capabilities() if kind == "cpu" else {}
-    bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)  # from Ampere on; ROCm
     compiled, why_not = choose_compile(hp, kind)
-    can_flex = kind == "cuda" and compiled
+    can_flex = bf16 and compiled  # Triton's matrix products are made for the same GPUs
     attention = hp.attention if hp.attention != "auto" else "flex" if can_flex else "banded"
     if attention == "flex" and not can_flex:
-        raise UserError("--attention=flex: it trains only on CUDA and compiled; give --attention=banded")
-    return Place(rank, world_size, device, pick_dtype(hp.dtype, bf16),
+        raise UserError("--attention=flex: it trains only compiled, on a GPU with bfloat16 (NVIDIA: from "
+                        "Ampere on); give --attention=banded")
+    dtype, tiles = pick_dtype(hp.dtype, bf16), None
+    if attention == "flex":  # ROCm does not tell; Inductor's own tiles are made for its 64 KiB
+        shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+        tiles = flex_tiles(shared, hp.model_dim // hp.num_heads * dtype.itemsize)
+    return Place(rank, world_size, device, dtype,
                  pick_dtype(hp.muon_dtype, bf16 or cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
-                 attention, compiled, why_not, hp.timeout)
+                 attention, compiled, why_not, hp.timeout, tiles)
 
 
 def pick_dtype(name: str, has_bf16: bool) -> torch.dtype:
@@ -1281,11 +1355,13 @@ def pick_dtype(name: str, has_bf16: bool) -> torch.dtype:
 
 def choose_compile(hp: Hyperparameters, kind: str) -> tuple[bool, str]:
     """(compile?, why not). On a CPU steps get a fifth faster, after a minute: it pays in long runs."""
-    compiler = {"cuda": "triton" if kind == "cuda" and importable("triton") else "", "mps": "",
+    compiler = {"cuda": "triton" if kind == "cuda" and importable("triton") and
+                torch.cuda.get_device_properties(0).major >= 7 else "", "mps": "",
                 "cpu": next(filter(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")), "")}[kind]
     flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
     if not compiler and hp.compile != "no":
-        missing = {"cuda": "Triton", "cpu": "C++ compiler (g++ or clang++)", "mps": "compiler for it"}[kind]
+        missing = {"cuda": "Triton for this GPU", "cpu": "C++ compiler (g++ or clang++)",
+                   "mps": "compiler for it"}[kind]
         if hp.compile == "yes":
             raise UserError(f"--compile=yes: there is no {missing} here; install one, or give --compile=no")
         return False, f": there is no {missing} here"
@@ -1357,7 +1433,7 @@ class Trainer:
         if hp.hellaswag:
             read_hellaswag(hp.hellaswag, hp)  # a mistake in it shows now, not after the training
         torch.manual_seed(hp.seed)
-        self.model = GPT(hp, place.dtype, place.attention).to(place.device)
+        self.model = GPT(hp, place.dtype, place.attention, place.tiles).to(place.device)
         self.window = torch.zeros(2, dtype=torch.int32, device=place.device)
         self.optimizers = build_optimizers(hp, self.model, place)
         self.forward = self.model

@@ -3,6 +3,7 @@
 One line for each thing that can be wrong, with the remedy, then the table of parameters. Exit code 1 if anything is.
 Under torchrun every rank takes part in the collective, and rank 0 speaks.
 """
+import dataclasses
 import importlib.metadata
 import os
 import shutil
@@ -31,18 +32,9 @@ def check_versions(hp: Hyperparameters, place: Place) -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
-def memory_needed(hp: Hyperparameters, place: Place, model: GPT) -> int:
-    """Bytes at the peak of a step, estimated: weights, gradients, optimizer state, and what backward keeps."""
-    muon = sum(p.numel() for p in train_gpt.optimizer_groups(hp, model)["muon"]["params"].values())
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    state = 2 * (total - 4 * muon) + 4 * muon / place.world_size  # Adam's two moments; Muon's momentum is shared out
-    per_token = hp.num_layers * (12 + 2 * hp.mlp_ratio) * hp.model_dim + 3 * hp.padded_vocab
-    return int(2 * total + state + hp.sequence_tokens * per_token * place.dtype.itemsize)
-
-
 def check_memory(hp: Hyperparameters, place: Place) -> str:
-    with torch.device("meta"):
-        needed = memory_needed(hp, place, GPT(hp, place.dtype, place.attention))
+    state, per_token = train_gpt.memory_needed(hp, place)
+    needed = state + hp.sequence_tokens * per_token
     if place.device.type == "cuda":
         free, name = torch.cuda.mem_get_info()[0], torch.cuda.get_device_name()
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
@@ -52,7 +44,19 @@ def check_memory(hp: Hyperparameters, place: Place) -> str:
     if needed > free:
         raise UserError(f"{name}: about {needed / 2**30:.1f} GiB needed and {free / 2**30:.1f} free; halve "
                         f"--sequence_tokens (to {hp.sequence_tokens // 2}): the batch and the training stay the same")
-    return f"{name}, about {needed / 2**30:.1f} GiB needed of {free / 2**30:.1f} free"
+    return (f"{name}, about {needed / 2**30:.1f} GiB needed of {free / 2**30:.1f} free: {state / 2**30:.1f} of "
+            f"parameters, gradients and optimizers, {(needed - state) / 2**30:.1f} of activations")
+
+
+def cards_table(hp: Hyperparameters, place: Place) -> str:
+    """How long a sequence GPUs of these sizes would run with sequence_tokens=0; the training is the same."""
+    gpu = dataclasses.replace(place, dtype=torch.bfloat16, attention="flex", compile=True)
+    state, per_token = train_gpt.memory_needed(hp, gpu)
+    longest = {size: max((length for length in train_gpt.sequence_lengths(hp)
+                          if state + length * per_token <= train_gpt.usable(size * 2**30)), default=0)
+               for size in (80, 40, 24, 12, 8)}
+    return "tokens a sequence on GPUs of " + ", ".join(
+        f"{size} GB: {length:,}" if length else f"{size} GB: none" for size, length in longest.items())
 
 
 def check_compiler(hp: Hyperparameters, place: Place) -> str:
@@ -215,7 +219,7 @@ def main(arguments: list[str]) -> int:
         train_gpt.start_up(place, hp)
         passed = run_checks(hp, place)
         if place.rank == 0:
-            print(*parameter_table(hp, place), sep="\n")
+            print(*parameter_table(hp, place), cards_table(hp, place), sep="\n")
             print("this run would work" if passed else "this run would not work: see FAIL above", flush=True)
         return 0 if passed else 1
     except UserError as error:

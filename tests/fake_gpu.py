@@ -60,6 +60,7 @@ CARDS = {
     "3090": Card("NVIDIA GeForce RTX 3090", (8, 6), 99 * KIB, 82, 24 * GIB),
     "4090": Card("NVIDIA GeForce RTX 4090", (8, 9), 99 * KIB, 128, 24 * GIB),
     "B200": Card("NVIDIA B200", (10, 0), 227 * KIB, 148, 180 * GIB),
+    "T4": Card("Tesla T4", (7, 5), 64 * KIB, 40, 15 * GIB),
 }
 
 # The C++ autograd engine and the pinned allocator ask these; the CPU wheel has no answers of its own.
@@ -166,15 +167,18 @@ index = 0
 # Installing the mocks
 # ------------------------------------------------------------------------------------------------------------
 
-def install(name: str = "H100", device_index: int = 0, first_config: bool = False) -> None:
+def install(name: str = "H100", device_index: int = 0, configs: str = "all", assemble: bool = True) -> None:
+    """configs: of each kernel, compile all configurations, the first, or none: only note its launches.
+    Without assembling, compiling ends before ptxas, which takes most of the time: no registers, no spills.
+    """
     global card, index
     assert "torch._inductor.compile_fx" not in sys.modules, "install before torch.compile is used"
     card, index = CARDS[name], device_index
     ctypes.CDLL(str(build_shim())).fake_cuda_install(device_index)
     mock_runtime()
     mock_fake_tensors()
-    mock_triton()
-    mock_inductor(first_config)
+    mock_triton(assemble)
+    mock_inductor(configs)
     mock_streams()
 
 
@@ -212,8 +216,9 @@ def mock_runtime() -> None:
             is_available=True, device_count=index + 1, current_device=index, set_device=None, init=None,
             is_initialized=True, _lazy_init=None, is_current_stream_capturing=False, _is_compiled=True,
             synchronize=None, empty_cache=None, get_device_properties=card.properties,
-            get_device_capability=card.capability, get_device_name=card.name, is_bf16_supported=True,
-            _exchange_device=index, _maybe_exchange_device=index, memory_allocated=0, max_memory_allocated=0,
+            get_device_capability=card.capability, get_device_name=card.name,
+            is_bf16_supported=card.capability >= (8, 0), _exchange_device=index,
+            _maybe_exchange_device=index, memory_allocated=0, max_memory_allocated=0,
             max_memory_reserved=0, mem_get_info=(card.memory, card.memory), reset_peak_memory_stats=None,
             set_rng_state=None, manual_seed=None, manual_seed_all=None).items():
         setattr(torch.cuda, name, always(value))
@@ -283,7 +288,7 @@ class Utils:
                     multiprocessor_count=card.processors)
 
     def load_binary(self, name, kernel, shared, device) -> tuple:
-        registers, spilled = resources(kernel)
+        registers, spilled = resources(kernel) if kernel else (0, 0)
         seen.kernels.append(dict(name=name, registers=registers, spilled=spilled, shared=shared))
         return 1, 1, registers, spilled // 4, 1024  # module, function, registers, spills, threads at most
 
@@ -299,7 +304,7 @@ class Launcher:
         seen.launches.append((self.name, (x, y, z)))
 
 
-def mock_triton() -> None:
+def mock_triton(assemble: bool) -> None:
     """Triton's NVIDIA back end gets a driver that needs no libcuda."""
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
@@ -336,6 +341,8 @@ def mock_triton() -> None:
         def clear_cache(self, cache):
             pass
 
+    if not assemble:
+        backends["nvidia"].compiler.make_cubin = always(b"")
     backends["nvidia"] = dataclasses.replace(backends["nvidia"], driver=Driver)
     driver.set_active(Driver())
 
@@ -356,10 +363,9 @@ def on_the_host(function):
     return wrapped
 
 
-def mock_inductor(first_config: bool) -> None:
+def mock_inductor(configs: str) -> None:
     import torch._inductor.compile_fx as compile_fx
     import torch._inductor.config as config
-    import torch._inductor.kernel.flex.common as flex
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch._inductor.select_algorithm import AlgorithmSelectorCache, ExternKernelCaller
@@ -371,7 +377,10 @@ def mock_inductor(first_config: bool) -> None:
     retry = CachingAutotuner.compile_by_disabling_pipelining  # Inductor's silent way out of a lack
     CachingAutotuner.compile_by_disabling_pipelining = lambda self, config: (
         seen.unpipelined.append(self.fn.__name__), retry(self, config))[1]
-    if first_config:
+    if configs == "none":
+        CachingAutotuner.precompile = nothing
+        CachingAutotuner.run = lambda self, *a, **k: seen.launches.append((self.fn.__name__, None))
+    if configs == "first":
         precompile = CachingAutotuner.precompile
         CachingAutotuner.precompile = lambda self, *a, **k: (
             setattr(self, "configs", self.configs and self.configs[:1]), precompile(self, *a, **k))[1]
@@ -380,9 +389,6 @@ def mock_inductor(first_config: bool) -> None:
                                        for choice in choices})
     compile_fx.cudagraphify = lambda model, *a, **k: model  # compile, but capture nothing
     Folder.__init__, Folder.run = on_the_host(Folder.__init__), on_the_host(Folder.run)
-    build = flex.build_subgraph_module_buffer  # a mask's graph may hold constants that nobody uses any more
-    flex.build_subgraph_module_buffer = lambda args, module: (
-        module.graph.eliminate_dead_code(), build(args, module))[1]
     # the wrapper code calls these C++ helpers: ours go through the fake mode, which sees and meters them
     guards = torch._C._dynamo.guards
     guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(

@@ -1,6 +1,7 @@
 """Lower FlexAttention, forward and backward, under the mask of train_gpt.py for a card.
 
-    python gpu_attention.py CARD HEAD_DIM [OPTIONS as JSON]      prints what the kernels need, as JSON
+    python gpu_attention.py CARD HEAD_DIM [TILES as JSON]      prints what the kernels need, as JSON
+    PTXAS=1 …                                                  also registers and spills: a minute more
 """
 import json
 import os
@@ -11,17 +12,20 @@ sys.path[:0] = [str(Path(__file__).parent), os.environ.get("TRAIN_GPT", str(Path
 
 import fake_gpu  # noqa: E402
 
-card, head_dim, options = sys.argv[1], int(sys.argv[2]), json.loads((*sys.argv, "null")[3])
-fake_gpu.install(card)
+card, head_dim = sys.argv[1], int(sys.argv[2])
+fake_gpu.install(card, assemble="PTXAS" in os.environ)
 
 import torch  # noqa: E402
 import train_gpt  # noqa: E402
 from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
 
+tiles = (json.loads(sys.argv[3]) if len(sys.argv) > 3 else
+         train_gpt.flex_tiles(fake_gpu.card.shared_limit, head_dim * torch.bfloat16.itemsize))
+
 
 def attend(q, k, v, documents, window):
     mask = train_gpt.flex_block_mask(documents, window)
-    return flex_attention(q, k, v, block_mask=mask, kernel_options=options)
+    return flex_attention(q, k, v, block_mask=mask, kernel_options=tiles)
 
 
 def main() -> None:
@@ -37,7 +41,7 @@ def main() -> None:
         except Exception as problem:  # whatever it is: the caller judges
             error = f"{type(problem).__name__}: {str(problem)[:300]}"
     flex = [kernel for kernel in seen.kernels if "tem_fused" in kernel["name"]]
-    print(json.dumps(dict(card=card, head_dim=head_dim, options=options, limit=fake_gpu.card.shared_limit,
+    print(json.dumps(dict(card=card, head_dim=head_dim, tiles=tiles, limit=fake_gpu.card.shared_limit,
                           error=error, unpipelined=seen.unpipelined, kernels=flex)))
 
 

@@ -13,7 +13,6 @@ import gpu_interpreter  # noqa: E402, first: it switches the interpreter on
 import torch  # noqa: E402
 import train_gpt  # noqa: E402
 
-TOLERANCE = dict(float32=1e-4, bfloat16=3e-2)
 TOKENS = 3 * train_gpt.BLOCK
 DOCUMENT = 0
 
@@ -41,17 +40,14 @@ def build(hp, dtype: torch.dtype, attention: str) -> train_gpt.GPT:
         if p.ndim == 2 and not p.any():
             torch.nn.init.normal_(p, std=p.size(1) ** -0.5)
         elif p.ndim < 2:
-            p.data += 0.1 * torch.randn_like(p)
+            p.data += torch.randn_like(p)
     return model
 
 
 def gradients(model, run, inputs) -> dict:
-    """The mixes as one vector: alone, a sum that nearly cancels has few digits in bfloat16."""
     loss = run(*inputs)
     loss.backward()
-    mixes = torch.cat([p.grad.flatten() for p in model.parameters() if p.ndim < 2])
-    return {"loss": loss.detach(), "mixes": mixes,
-            **{name: p.grad.float() for name, p in model.named_parameters() if p.ndim == 2}}
+    return {"loss": loss.detach(), **{name: p.grad.float() for name, p in model.named_parameters()}}
 
 
 def relative_errors(found: dict, wanted: dict) -> dict:
@@ -60,19 +56,33 @@ def relative_errors(found: dict, wanted: dict) -> dict:
 
 
 def check(dtype: str) -> None:
+    """Kernels and the CPU path, both against the CPU path in float32.
+
+    In bfloat16 the CPU path is itself off by 1 %, and by up to 5 % where a mix, a sum of two, nearly cancels:
+    what the kernels may be off by is measured with it. They round less often: matrices come out at 0.7 to 0.9
+    of its error. The two numbers of a mix are luck, so only the worst of all mixes is held to the worst.
+    """
     hp, kind = small(), getattr(torch, dtype)
     inputs = batch(hp)
-    on_cpu, lowered = build(hp, kind, "banded"), build(hp, kind, "flex")
-    wanted = gradients(on_cpu, on_cpu, inputs)
+    exact, on_cpu = build(hp, torch.float32, "banded"), build(hp, kind, "banded")
+    lowered = build(hp, kind, "flex")
+    exact.load_state_dict(on_cpu.state_dict())  # embeddings are rounded
+    wanted = gradients(exact, exact, inputs)
     compiled = torch.compile(lowered, backend=gpu_interpreter.backend, fullgraph=True)
-    found = gradients(lowered, compiled, inputs)
-    errors = relative_errors(found, wanted)
-    worst = max(errors, key=errors.get)
-    launched = gpu_interpreter.launched
-    print(f"{dtype}: loss {found['loss']:.6f}, on the CPU {wanted['loss']:.6f}; worst relative error "
-          f"{errors[worst]:.1e} ({worst}) of {len(errors)}; {len(launched)} launches")
-    assert any("flex_attention_backward" in name for name in launched), "the flex kernels did not run"
-    assert errors[worst] < TOLERANCE[dtype], errors
+    errors = relative_errors(gradients(lowered, compiled, inputs), wanted)
+    allowed = relative_errors(gradients(on_cpu, on_cpu, inputs), wanted)
+    mixes = [name for name, gradient in wanted.items() if gradient.numel() <= 2]
+    for group in (mixes, *([name] for name in wanted if name not in mixes)):
+        worst = max(errors[name] for name in group)
+        bound = max(1e-5, 2 * max(allowed[name] for name in group))
+        print(f"{dtype}: error {worst:.1e} of {bound:.1e} allowed: {group}")
+        assert worst < bound, group
+    assert any("flex_attention_backward" in name for name in gpu_interpreter.launched), "no flex kernels ran"
+    if dtype == "bfloat16":  # the control: what another window changes is far outside these bounds
+        lowered.zero_grad()
+        narrower = inputs[2] - torch.tensor([64, 0], dtype=torch.int32)
+        other = relative_errors(gradients(lowered, compiled, (*inputs[:2], narrower)), wanted)
+        assert other["blocks.0.attention.query.weight"] > 10 * allowed["blocks.0.attention.query.weight"]
 
 
 if __name__ == "__main__":

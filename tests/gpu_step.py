@@ -2,7 +2,9 @@
 
     python gpu_step.py CARD [--name=value …]      H100, A100, 3090, 4090 or B200; arguments of train_gpt.py
     RANKS=8 python gpu_step.py H100 …             as rank 0 of 8
-    FIRST_CONFIG=1 …                              one configuration of each kernel instead of all
+    CONFIGS=first …                               one configuration of each kernel, not all; none: none
+    NO_PTXAS=1 …                                  stop short of registers and spills, in half of the time
+    MICRO_STEPS=2 …                               sequences per step of a rank, 1 unless told
 
 It goes through Trainer.warm_up, Trainer.step and evaluate as a run does; batches are given, not loaded.
 """
@@ -15,8 +17,9 @@ sys.path[:0] = [str(Path(__file__).parent), os.environ.get("TRAIN_GPT", str(Path
 
 import fake_gpu  # noqa: E402
 
-card, arguments, ranks = sys.argv[1], sys.argv[2:], int(os.environ.get("RANKS", 1))
-fake_gpu.install(card, first_config=bool(os.environ.get("FIRST_CONFIG")))
+card, arguments = sys.argv[1], sys.argv[2:]
+ranks, micro_steps = (int(os.environ.get(name, 1)) for name in ("RANKS", "MICRO_STEPS"))
+fake_gpu.install(card, configs=os.environ.get("CONFIGS", "all"), assemble="NO_PTXAS" not in os.environ)
 if ranks > 1:
     fake_gpu.join(0, ranks)
 
@@ -29,6 +32,7 @@ class Batches:
 
     def __init__(self, pattern, batch_tokens, sequence_tokens, *rest, world_size=1, **options):
         self.tokens, self.index, self.shards = sequence_tokens, 0, []
+        self.micro_steps = max(1, batch_tokens // (ranks * sequence_tokens))
 
     def __len__(self) -> int:
         return 10**6
@@ -36,7 +40,11 @@ class Batches:
     def next_batch(self, stride: int = 1) -> list:
         self.index += stride
         tokens = torch.zeros(1, self.tokens + 1, dtype=torch.uint16, device=f"cuda:{fake_gpu.index}")
-        return [(tokens[:, :-1].flatten().int(), tokens[:, 1:].flatten().long())]
+        inputs, targets = tokens[:, :-1].flatten().int(), tokens[:, 1:].flatten().long()
+        return [(inputs, targets)] * self.micro_steps
+
+
+train_gpt.Loader = Batches
 
 
 def counted(function, *arguments) -> dict:
@@ -80,14 +88,18 @@ def with_gradients(trainer):
     return trainer.optimizers
 
 
-def main() -> None:
-    train_gpt.Loader = Batches
+def settings(arguments: list[str]) -> train_gpt.Hyperparameters:
     hp = train_gpt.parse_command_line(["--preset=h100", "--val_tokens=65536", *arguments])
-    hp.batch_tokens = ranks * hp.sequence_tokens  # one micro-step a step
+    hp.batch_tokens = ranks * micro_steps * hp.sequence_tokens
     hp.val_tokens = ranks * hp.sequence_tokens
+    return hp
+
+
+def main() -> None:
+    hp = settings(arguments)
     with fake_gpu.session():
         seen = run(hp)
-    kernels = seen["kernels"]
+    kernels = seen["kernels"] or [dict(name="none", registers=0, spilled=0, shared=0)]
     spills = {}
     for kernel in kernels:  # of the configurations of a kernel, the one that spills least
         spills[kernel["name"]] = min(kernel["spilled"], spills.get(kernel["name"], 1 << 30))
