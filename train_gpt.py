@@ -339,82 +339,107 @@ def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
     return X.mT if tall else X
 
 
+def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Tensor, rest: Tensor, lerp: bool,
+                       nesterov: bool, steps: int, dtype: torch.dtype, orthogonalize=newton_schulz) -> Tensor:
+    """Moves the momentum on; orthogonalized updates, stacked, each with its shorter side first."""
+    for grad, buffer in zip(grads, buffers):
+        buffer.lerp_(grad, rest) if lerp else buffer.mul_(momentum).add_(grad)
+    ahead = buffers
+    if nesterov:
+        ahead = [grad.lerp(buffer, momentum) if lerp else torch.addcmul(grad, buffer, momentum)
+                 for grad, buffer in zip(grads, buffers)]
+    wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in ahead])
+    return orthogonalize(wide.to(dtype), steps)
+
+
+def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: float) -> None:
+    for shape in dict.fromkeys(p.shape for p in params):
+        alike = [p for p in params if p.shape == shape]
+        theirs = [update if shape == update.shape else update.mT
+                  for p, update in zip(params, updates) if p.shape == shape]
+        if decay:
+            torch._foreach_addcmul_(alike, alike, [rate] * len(alike), -decay)
+        torch._foreach_addcmul_(alike, theirs, [rate] * len(alike), -update_scale(alike[0]))
+
+
 class Muon(torch.optim.Optimizer):
     """Muon over any number of ranks, or none: each orthogonalizes its share while the one before is gathered.
 
-    Parameters are grouped by size. Of each chunk of world_size × per_rank parameters in a group, a rank takes
-    per_rank; an asynchronous all-gather shares the updates, and the chunk before is applied meanwhile.
-    A rank keeps the momentum of its own parameters only.
+    Parameters are grouped by size, the largest first. Of each chunk of world_size × per_rank parameters in a
+    group, a rank takes per_rank, by default as many as make the group one chunk; an asynchronous all-gather
+    shares the updates, and the chunk before is applied meanwhile, also across groups: what nothing hides is
+    the last gather, of the smallest. A rank keeps the momentum of its own parameters only.
     """
 
     def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0, steps=5,
-                 rank=0, world_size=1, per_rank=None, dtype=torch.float32, orthogonalize=newton_schulz):
+                 rank=0, world_size=1, per_rank=None, dtype=torch.float32, orthogonalize=newton_schulz,
+                 compile=False):
         params = list(params)
         assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
-        self.rank, self.world_size, self.dtype, self.orthogonalize = rank, world_size, dtype, orthogonalize
-        self.per_rank = per_rank or (1 if world_size > 1 else max(1, len(params)))  # alone: all in one batch
-        sizes = sorted({tuple(sorted(p.shape)) for p in params})
+        self.rank, self.world_size, self.per_rank, self.dtype = rank, world_size, per_rank, dtype
+        self.orthogonalize, self.host_numbers = orthogonalize, compile
+        self.orthogonal_updates, self.apply_updates = orthogonal_updates, apply_updates
+        if compile:
+            self.orthogonal_updates, self.apply_updates = (
+                torch.compile(function, dynamic=False, fullgraph=True)
+                for function in (orthogonal_updates, apply_updates))
+        sizes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
         groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == size]) for size in sizes]
         super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, lerp=lerp, steps=steps,
                                       weight_decay=weight_decay))
 
+    def share_of(self, group: dict) -> int:
+        """How many parameters of a chunk are one rank's."""
+        return self.per_rank or -(-len(group["params"]) // self.world_size)
+
     def chunks(self, group: dict):
         """(the parameters of each chunk, those of them that are this rank's)"""
-        size, first = self.world_size * self.per_rank, self.rank * self.per_rank
-        for start in range(0, len(group["params"]), size):
-            chunk = group["params"][start:start + size]
-            yield chunk, chunk[first:first + self.per_rank]
+        share = self.share_of(group)
+        for start in range(0, len(group["params"]), self.world_size * share):
+            chunk = group["params"][start:start + self.world_size * share]
+            yield chunk, chunk[self.rank * share:(self.rank + 1) * share]
 
     @torch.no_grad()
     def step(self) -> None:
+        before = None
         for group in self.param_groups:
-            before = None
             for chunk, mine in self.chunks(group):
                 updates = self.updates(mine, group)
                 if before:
-                    self.apply(*before, group)
-                before = chunk, *self.share(updates, group)
-            self.apply(*before, group)
+                    self.apply(*before)
+                before = group, chunk, *self.share(updates, group)
+        self.apply(*before)
+
+    def number(self, value: float, p: Tensor) -> Tensor:
+        """As a tensor, a changed rate or momentum compiles nothing again; kernels take it from the host."""
+        return torch.tensor(value, dtype=p.dtype, device=None if self.host_numbers else p.device)
 
     def updates(self, mine: list[Tensor], group: dict) -> Tensor | None:
-        """This rank's orthogonalized updates, stacked, each with its shorter side first."""
         if not mine:
             return None
-        momentum, grads = group["momentum"], [p.grad for p in mine]
         for p in mine:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum_buffer"] for p in mine]
-        if group["lerp"]:
-            torch._foreach_lerp_(buffers, grads, 1 - momentum)
-            ahead = torch._foreach_lerp(grads, buffers, momentum)
-        else:
-            torch._foreach_mul_(buffers, momentum)
-            torch._foreach_add_(buffers, grads)
-            ahead = torch._foreach_add(grads, buffers, alpha=momentum)
-        ahead = ahead if group["nesterov"] else buffers
-        wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in ahead])
-        return self.orthogonalize(wide.to(self.dtype), group["steps"])
+        momentum, rest = (self.number(x, mine[0]) for x in (group["momentum"], 1 - group["momentum"]))
+        return self.orthogonal_updates(
+            [p.grad for p in mine], [self.state[p]["momentum_buffer"] for p in mine], momentum, rest,
+            group["lerp"], group["nesterov"], group["steps"], self.dtype, self.orthogonalize)
 
     def share(self, updates: Tensor | None, group: dict):
         """(the updates of all ranks, the handle to wait for)"""
         if self.world_size == 1:
             return updates, None
-        p = group["params"][0]
-        mine = torch.zeros(self.per_rank, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
+        p, share = group["params"][0], self.share_of(group)
+        mine = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
         if updates is not None:  # the last chunk may have fewer parameters than ranks
             mine[:len(updates)] = updates
-        everyone = mine.new_empty(self.world_size * self.per_rank, *mine.shape[1:])
+        everyone = mine.new_empty(self.world_size * share, *mine.shape[1:])
         return everyone, dist.all_gather_single(everyone, mine, async_op=True)
 
-    def apply(self, chunk: list[Tensor], updates: Tensor, handle, group: dict) -> None:
+    def apply(self, group: dict, chunk: list[Tensor], updates: Tensor, handle) -> None:
         if handle:
             handle.wait()
-        if group["weight_decay"]:
-            torch._foreach_mul_(chunk, 1 - group["lr"] * group["weight_decay"])
-        for p, update in zip(chunk, updates):
-            update = update.mT if p.size(0) > p.size(1) else update
-            p.add_(update, alpha=-group["lr"] * update_scale(p))
+        self.apply_updates(chunk, updates, self.number(group["lr"], chunk[0]), group["weight_decay"])
 
 
 def update_scale(p: Tensor) -> float:
@@ -477,8 +502,8 @@ class Attention(nn.Module):
         return own * v if extra is None else own * v + other * extra
 
     def forward(self, x: Tensor, extra: Tensor | None, mask: "Mask") -> tuple[Tensor, Tensor]:
-        projections = self.query, self.key, self.value
-        q, k, v = (project(x).view(len(x), self.num_heads, -1) for project in projections)
+        weights = [project.weight.type_as(x) for project in (self.query, self.key, self.value)]
+        q, k, v = F.linear(x, torch.cat(weights)).view(len(x), 3, self.num_heads, -1).unbind(1)  # one product
         q, k = self.rotary(norm(q)), self.rotary(norm(k))  # QK-norm: attention logits cannot run away
         return self.output(attend(q, k, self.mix_values(v, extra), mask).reshape(x.shape)), v
 
@@ -886,12 +911,9 @@ def build_optimizers(hp: Hyperparameters, model: GPT, place: "Place") -> tuple[t
     adam = torch.optim.Adam([dict(params=list(groups[kind]["params"].values()), lr=groups[kind]["lr"])
                              for kind in ("embed", "head", "scalar")],
                             betas=(hp.adam_beta1, hp.adam_beta2), fused=True)
-    orthogonalize = newton_schulz
-    if place.compile and place.device.type == "cuda":
-        orthogonalize = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
     muon = Muon(groups["muon"]["params"].values(), hp.muon_rate, hp.muon_momentum, hp.muon_nesterov,
                 hp.muon_lerp, hp.muon_decay, hp.muon_steps, place.rank, place.world_size,
-                dtype=place.muon_dtype, orthogonalize=orthogonalize)
+                dtype=place.muon_dtype, compile=place.compile and place.device.type == "cuda")
     for group in (*adam.param_groups, *muon.param_groups):
         group["base_lr"] = group["lr"]
     return adam, muon
@@ -1183,6 +1205,8 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         torch.cuda.set_device(place.device)
         torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA and autograd come up now
         torch._inductor.config.coordinate_descent_tuning = hp.tune_kernels
+        torch._inductor.config.combo_kernels = True  # the casts of eight weights in one launch, and the like
+        torch._inductor.config.combo_kernels_pointwise_only = True
         torch._dynamo.config.optimize_ddp = False  # one graph, not one per bucket of gradients
     elif place.device.type == "cpu":
         torch.use_deterministic_algorithms(True)  # bit-for-bit repeatable; on CUDA it would cost speed
