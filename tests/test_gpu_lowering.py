@@ -20,10 +20,17 @@ def check(seen: dict, model_graphs: int = 2) -> None:
     assert all(kernel["registers"] <= 255 for kernel in seen["kernels"])
 
 
+def check_launches(seen: dict, launches: int, calls: int) -> None:
+    """Triton's and others of a step, at most: each costs the host and the device some microseconds."""
+    assert len(seen["step"]["launches"]) <= launches and len(seen["step"]["calls"]) <= calls
+
+
 def test_h100_step_at_its_shapes_and_a_quarter_of_its_depth():
     seen = lower("H100", "--num_layers=3", FIRST_CONFIG="1")
     check(seen)
     assert seen["worst_spill"] < 100
+    check_launches(seen, 110, 82)
+    assert seen["optimizers"]["Muon"]["launches"] <= 33 and seen["optimizers"]["Muon"]["calls"] <= 30
     assert seen["largest"][0] <= 2 * LOGITS, "logits in fp32 are 13 GB: they must never be whole in memory"
 
 
@@ -32,12 +39,14 @@ def test_h100_step_at_full_size():
     seen = lower("H100")
     check(seen)
     assert seen["largest"][0] <= 2 * LOGITS and seen["peak_bytes"] < 40 * 2**30
-    assert len(seen["step"]["launches"]) <= 412
+    check_launches(seen, 330, 188)
 
 
 @slow
 def test_h100_step_as_one_of_eight_ranks():
-    check(lower("H100", "--num_layers=3", RANKS="8", FIRST_CONFIG="1"))
+    seen = lower("H100", "--num_layers=3", RANKS="8", FIRST_CONFIG="1")
+    check(seen)
+    assert [kind for kind, *_ in seen["step"]["collectives"]].count("_allgather_base_") == 2, "one for each size"
 
 
 @slow
