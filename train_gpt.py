@@ -1207,7 +1207,6 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         torch._inductor.config.coordinate_descent_tuning = hp.tune_kernels
         torch._inductor.config.combo_kernels = True  # the casts of eight weights in one launch, and the like
         torch._inductor.config.combo_kernels_pointwise_only = True
-        torch._dynamo.config.optimize_ddp = False  # one graph, not one per bucket of gradients
     elif place.device.type == "cpu":
         torch.use_deterministic_algorithms(True)  # bit-for-bit repeatable; on CUDA it would cost speed
         torch.utils.deterministic.fill_uninitialized_memory = False
