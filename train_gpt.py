@@ -121,6 +121,7 @@ class Hyperparameters:
     device: str = "auto"                # auto, cuda, cpu, mps
     dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), bfloat16, float32
     bf16_embeddings: bool = True        # embeddings in bfloat16 wherever activations are
+    fp8_head: bool = False              # train the output head in FP8; validation and samples stay as they are
     muon_dtype: str = "auto"            # Newton–Schulz: auto (bfloat16 if the hardware has it), or either
     attention: str = "auto"             # auto (flex on CUDA, banded elsewhere), flex, banded
     compile: str = "auto"               # torch.compile: auto (CUDA, and long runs on a CPU), yes, no
@@ -142,7 +143,8 @@ class Hyperparameters:
 
     @cached_property
     def padded_vocab(self) -> int:
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        multiple = math.lcm(self.vocab_multiple, 16 if self.fp8_head else 1)  # what FP8 products need
+        return -(-self.vocab_size // multiple) * multiple
 
     @cached_property
     def attention_free(self) -> tuple:
@@ -173,6 +175,7 @@ PRESETS = {
                    vocab_size=257, vocab_multiple=1, document_token=256, num_steps=320, batch_tokens=4096,
                    sequence_tokens=4096, segment_tokens=512, val_every=0, val_tokens=2**20, target_loss=1.80,
                    num_layers=4, num_heads=2, model_dim=128, window_start=256, window_end=256, cooldown=0.5),
+    "h100-fp8": SPARSE | dict(fp8_head=True),
     # The historical systems on 8×H100: shared design, figures and dates in the README's table.
     "2024-11-19": OLDER | dict(num_steps=1875, muon_rate=0.04, adam_beta1=0.9, cooldown=562.0,
                                muon_warmup_steps=500, window_unit="token", window_start=1024, window_end=1024,
@@ -301,6 +304,10 @@ def validate(hp: Hyperparameters) -> None:
          f"layers from 0 to {hp.num_layers - 1}", "none")
     need(len(hp.value_tables) == hp.num_layers, "value_layout",
          f"one entry for each of the {hp.num_layers} layers", "ends")
+    unit = math.lcm(unit, 16)
+    need(not hp.fp8_head or hp.model_dim % 16 == 0, "model_dim",
+         f"a multiple of 16 and of 4 × num_heads, that is of {unit}, for --fp8_head",
+         nearest_multiple(hp.model_dim, unit))
     need(bool(hp.checkpoint or not hp.sample), "checkpoint", "a model to sample from", "logs/…/model.pt")
 
 
@@ -467,6 +474,41 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 
+class Float8Product(torch.autograd.Function):
+    """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
+
+    The scales leave no room for overflow. x is normed: no entry is above √model_dim. Adam moves a weight by
+    its rate at most, 0.008 a step and so 9 over a run, of the 14 that fit; the first step is well above the
+    smallest number too. The gradient of a mean over the tokens is 1/tokens at most, and 2^-29 of that fits.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.scales = 448 / x.size(1) ** 0.5, 32.0, 2.0**15 * x.size(0)
+        x8, weight8 = (to_float8(y, scale, torch.float8_e4m3fn) for y, scale in zip((x, weight), ctx.scales))
+        ctx.save_for_backward(x8, weight8)
+        return scaled_product(x8, weight8.T, math.prod(ctx.scales[:2]), x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (x8, weight8), (x_scale, weight_scale, grad_scale) = ctx.saved_tensors, ctx.scales
+        grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
+        by_column = (y.T.contiguous().T for y in (weight8, x8))  # the hardware has rows times columns only
+        return (scaled_product(grad8, next(by_column), grad_scale * weight_scale, grad.dtype),
+                scaled_product(grad8.T.contiguous(), next(by_column), grad_scale * x_scale, torch.float32))
+
+
+def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Saturating: a plain cast may make NaN of what is too large."""
+    return (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+
+
+def scaled_product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """(a @ b) / scale; fast: accumulated in fewer bits, which is enough for a sum over model_dim."""
+    one, inverse = torch.ones((), device=a.device), torch.full((), 1 / scale, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=inverse, scale_b=one, out_dtype=dtype, use_fast_accum=fast)
+
+
 class Rotary(nn.Module):
     """Turns pairs of dimensions by angles that grow with the position; pairs past the fraction never turn."""
 
@@ -559,7 +601,8 @@ class GPT(nn.Module):
                 first_values = values  # value residual: arxiv.org/abs/2410.17897
             if layer < encoder:
                 skips.append(x)
-        logits = self.head(norm(x)).float()
+        x, low = norm(x), hp.fp8_head and self.training
+        logits = (Float8Product.apply(x, self.head.weight) if low else self.head(x)).float()
         if hp.softcap:
             logits = hp.softcap * torch.tanh(logits / hp.softcap)
         return logits if targets is None else F.cross_entropy(logits, targets)
@@ -1201,6 +1244,10 @@ def importable(module: str) -> bool:
 
 def start_up(place: Place, hp: Hyperparameters) -> None:
     """What has to happen in the process before anything else."""
+    if hp.fp8_head and (place.device.type == "mps" or
+                        place.device.type == "cuda" and torch.cuda.get_device_capability(place.device) < (8, 9)):
+        raise UserError("--fp8_head=true: this device has no FP8, which takes compute capability 8.9 or more; "
+                        "leave it out, or give --preset=h100")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA and autograd come up now
