@@ -123,6 +123,7 @@ class Hyperparameters:
     device: str = "auto"                # auto, cuda, cpu, mps
     dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), bfloat16, float32
     bf16_embeddings: bool = True        # embeddings in bfloat16 wherever activations are
+    fp8_head: bool = False              # train the output head in FP8; validation and samples stay as they are
     muon_dtype: str = "auto"            # Newton–Schulz: auto (bfloat16 if the hardware has it), or either
     attention: str = "auto"             # auto (flex on CUDA, banded elsewhere), flex, banded
     compile: str = "auto"               # torch.compile: auto (CUDA, and long runs on a CPU), yes, no
@@ -149,7 +150,8 @@ class Hyperparameters:
 
     @cached_property
     def padded_vocab(self) -> int:
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        multiple = math.lcm(self.vocab_multiple, 16 if self.fp8_head else 1)  # what FP8 products need
+        return -(-self.vocab_size // multiple) * multiple
 
     @cached_property
     def attention_free(self) -> tuple:
@@ -180,6 +182,7 @@ PRESETS = {
                    vocab_size=257, vocab_multiple=1, document_token=256, num_steps=320, batch_tokens=4096,
                    sequence_tokens=4096, segment_tokens=512, val_every=0, val_tokens=2**20, target_loss=1.80,
                    num_layers=4, num_heads=2, model_dim=128, window_start=256, window_end=256, cooldown=0.5),
+    "h100-fp8": SPARSE | dict(fp8_head=True),
     # The historical systems on 8×H100: shared design, figures and dates in the README's table.
     "2024-11-19": OLDER | dict(num_steps=1875, muon_rate=0.04, adam_beta1=0.9, cooldown=562.0,
                                muon_warmup_steps=500, window_unit="token", window_start=1024, window_end=1024,
@@ -341,6 +344,10 @@ def validate(hp: Hyperparameters) -> None:
          f"layers from 0 to {hp.num_layers - 1}", "none")
     need(len(hp.value_tables) == hp.num_layers, "value_layout",
          f"one entry for each of the {hp.num_layers} layers", "ends")
+    unit = math.lcm(unit, 16)
+    need(not hp.fp8_head or hp.model_dim % 16 == 0, "model_dim",
+         f"a multiple of 16 and of 4 × num_heads, that is of {unit}, for --fp8_head",
+         nearest_multiple(hp.model_dim, unit))
     need(bool(hp.checkpoint or not hp.sample), "checkpoint", "a model to sample from", "logs/…/model.pt")
 
 
@@ -379,62 +386,91 @@ def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
     return X.mT if tall else X
 
 
+def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Tensor, rest: Tensor, lerp: bool,
+                       nesterov: bool, steps: int, dtype: torch.dtype, orthogonalize=newton_schulz) -> Tensor:
+    """Moves the momentum on; orthogonalized updates, stacked, each with its shorter side first."""
+    for grad, buffer in zip(grads, buffers):
+        buffer.lerp_(grad, rest) if lerp else buffer.mul_(momentum).add_(grad)
+    ahead = buffers
+    if nesterov:
+        ahead = [grad.lerp(buffer, momentum) if lerp else torch.addcmul(grad, buffer, momentum)
+                 for grad, buffer in zip(grads, buffers)]
+    wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in ahead])
+    return orthogonalize(wide.to(dtype), steps)
+
+
+def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: float) -> None:
+    for shape in dict.fromkeys(p.shape for p in params):
+        alike = [p for p in params if p.shape == shape]
+        theirs = [update if shape == update.shape else update.mT
+                  for p, update in zip(params, updates) if p.shape == shape]
+        if decay:
+            torch._foreach_addcmul_(alike, alike, [rate] * len(alike), -decay)
+        torch._foreach_addcmul_(alike, theirs, [rate] * len(alike), -update_scale(alike[0]))
+
+
 class Muon(torch.optim.Optimizer):
     """Muon over any number of ranks, or none: each orthogonalizes its share while the one before is gathered.
 
-    Parameters are grouped by size. Of each chunk of world_size × per_rank parameters in a group, a rank takes
-    per_rank; an asynchronous all-gather shares the updates, and the chunk before is applied meanwhile.
-    A rank keeps the momentum of its own parameters only.
+    Parameters are grouped by size, the largest first. Of each chunk of world_size × per_rank parameters in a
+    group, a rank takes per_rank, by default as many as make the group one chunk; an asynchronous all-gather
+    shares the updates, and the chunk before is applied meanwhile, also across groups: what nothing hides is
+    the last gather, of the smallest. A rank keeps the momentum of its own parameters only.
     """
 
     def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0, steps=5,
-                 rank=0, world_size=1, per_rank=None, dtype=torch.float32, orthogonalize=newton_schulz):
+                 rank=0, world_size=1, per_rank=None, dtype=torch.float32, orthogonalize=newton_schulz,
+                 compile=False):
         params = list(params)
         assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
-        self.rank, self.world_size, self.dtype, self.orthogonalize = rank, world_size, dtype, orthogonalize
-        self.per_rank = per_rank or (1 if world_size > 1 else max(1, len(params)))  # alone: all in one batch
-        sizes = sorted({tuple(sorted(p.shape)) for p in params})
+        self.rank, self.world_size, self.per_rank, self.dtype = rank, world_size, per_rank, dtype
+        self.orthogonalize, self.host_numbers = orthogonalize, compile
+        self.orthogonal_updates, self.apply_updates = orthogonal_updates, apply_updates
+        if compile:
+            self.orthogonal_updates, self.apply_updates = (
+                torch.compile(function, dynamic=False, fullgraph=True)
+                for function in (orthogonal_updates, apply_updates))
+        sizes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
         groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == size]) for size in sizes]
         super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, lerp=lerp, steps=steps,
                                       weight_decay=weight_decay))
 
+    def share_of(self, group: dict) -> int:
+        """How many parameters of a chunk are one rank's."""
+        return self.per_rank or -(-len(group["params"]) // self.world_size)
+
     def chunks(self, group: dict):
         """(the parameters of each chunk, those of them that are this rank's)"""
-        size, first = self.world_size * self.per_rank, self.rank * self.per_rank
-        for start in range(0, len(group["params"]), size):
-            chunk = group["params"][start:start + size]
-            yield chunk, chunk[first:first + self.per_rank]
+        share = self.share_of(group)
+        for start in range(0, len(group["params"]), self.world_size * share):
+            chunk = group["params"][start:start + self.world_size * share]
+            yield chunk, chunk[self.rank * share:(self.rank + 1) * share]
 
     @torch.no_grad()
     def step(self) -> None:
+        before = None
         for group in self.param_groups:
-            before = None
             for chunk, mine in self.chunks(group):
                 updates = self.updates(mine, group)
                 if before:
-                    self.apply(*before, group)
-                before = chunk, *self.share(updates, group)
-            self.apply(*before, group)
+                    self.apply(*before)
+                before = group, chunk, *self.share(updates, group)
+        self.apply(*before)
+
+    def number(self, value: float, p: Tensor) -> Tensor:
+        """As a tensor, a changed rate or momentum compiles nothing again; kernels take it from the host."""
+        return torch.tensor(value, dtype=p.dtype, device=None if self.host_numbers else p.device)
 
     def updates(self, mine: list[Tensor], group: dict) -> Tensor | None:
-        """This rank's orthogonalized updates, stacked, each with its shorter side first."""
         if not mine:
             return None
-        momentum, grads = group["momentum"], [p.grad for p in mine]
         for p in mine:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum_buffer"] for p in mine]
-        if group["lerp"]:
-            torch._foreach_lerp_(buffers, grads, 1 - momentum)
-            ahead = torch._foreach_lerp(grads, buffers, momentum)
-        else:
-            torch._foreach_mul_(buffers, momentum)
-            torch._foreach_add_(buffers, grads)
-            ahead = torch._foreach_add(grads, buffers, alpha=momentum)
-        ahead = ahead if group["nesterov"] else buffers
-        wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in ahead])
-        return self.orthogonalize(wide.to(self.dtype), group["steps"])
+        momentum, rest = (self.number(x, mine[0]) for x in (group["momentum"], 1 - group["momentum"]))
+        return self.orthogonal_updates(
+            [p.grad for p in mine], [self.state[p]["momentum_buffer"] for p in mine], momentum, rest,
+            group["lerp"], group["nesterov"], group["steps"], self.dtype, self.orthogonalize)
 
     @torch.no_grad()
     def gather_momentum(self):
@@ -443,28 +479,24 @@ class Muon(torch.optim.Optimizer):
             for number, p in enumerate(group["params"]):
                 buffer = self.state.get(p, {}).get("momentum_buffer", torch.zeros_like(p))
                 if self.world_size > 1:
-                    dist.broadcast(buffer, number // self.per_rank % self.world_size)
+                    dist.broadcast(buffer, number // self.share_of(group) % self.world_size)
                 yield p, buffer
 
     def share(self, updates: Tensor | None, group: dict):
         """(the updates of all ranks, the handle to wait for)"""
         if self.world_size == 1:
             return updates, None
-        p = group["params"][0]
-        mine = torch.zeros(self.per_rank, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
+        p, share = group["params"][0], self.share_of(group)
+        mine = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
         if updates is not None:  # the last chunk may have fewer parameters than ranks
             mine[:len(updates)] = updates
-        everyone = mine.new_empty(self.world_size * self.per_rank, *mine.shape[1:])
+        everyone = mine.new_empty(self.world_size * share, *mine.shape[1:])
         return everyone, dist.all_gather_single(everyone, mine, async_op=True)
 
-    def apply(self, chunk: list[Tensor], updates: Tensor, handle, group: dict) -> None:
+    def apply(self, group: dict, chunk: list[Tensor], updates: Tensor, handle) -> None:
         if handle:
             handle.wait()
-        if group["weight_decay"]:
-            torch._foreach_mul_(chunk, 1 - group["lr"] * group["weight_decay"])
-        for p, update in zip(chunk, updates):
-            update = update.mT if p.size(0) > p.size(1) else update
-            p.add_(update, alpha=-group["lr"] * update_scale(p))
+        self.apply_updates(chunk, updates, self.number(group["lr"], chunk[0]), group["weight_decay"])
 
 
 def update_scale(p: Tensor) -> float:
@@ -490,6 +522,41 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.type_as(x))
+
+
+class Float8Product(torch.autograd.Function):
+    """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
+
+    The scales leave no room for overflow. x is normed: no entry is above √model_dim. Adam moves a weight by
+    its rate at most, 0.008 a step and so 9 over a run, of the 14 that fit; the first step is well above the
+    smallest number too. The gradient of a mean over the tokens is 1/tokens at most, and 2^-29 of that fits.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.scales = 448 / x.size(1) ** 0.5, 32.0, 2.0**15 * x.size(0)
+        x8, weight8 = (to_float8(y, scale, torch.float8_e4m3fn) for y, scale in zip((x, weight), ctx.scales))
+        ctx.save_for_backward(x8, weight8)
+        return scaled_product(x8, weight8.T, math.prod(ctx.scales[:2]), x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (x8, weight8), (x_scale, weight_scale, grad_scale) = ctx.saved_tensors, ctx.scales
+        grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
+        by_column = (y.T.contiguous().T for y in (weight8, x8))  # the hardware has rows times columns only
+        return (scaled_product(grad8, next(by_column), grad_scale * weight_scale, grad.dtype),
+                scaled_product(grad8.T.contiguous(), next(by_column), grad_scale * x_scale, torch.float32))
+
+
+def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Saturating: a plain cast may make NaN of what is too large."""
+    return (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+
+
+def scaled_product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """(a @ b) / scale; fast: accumulated in fewer bits, which is enough for a sum over model_dim."""
+    one, inverse = torch.ones((), device=a.device), torch.full((), 1 / scale, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=inverse, scale_b=one, out_dtype=dtype, use_fast_accum=fast)
 
 
 class Rotary(nn.Module):
@@ -527,8 +594,8 @@ class Attention(nn.Module):
         return own * v if extra is None else own * v + other * extra
 
     def forward(self, x: Tensor, extra: Tensor | None, mask: "Mask") -> tuple[Tensor, Tensor]:
-        projections = self.query, self.key, self.value
-        q, k, v = (project(x).view(len(x), self.num_heads, -1) for project in projections)
+        weights = [project.weight.type_as(x) for project in (self.query, self.key, self.value)]
+        q, k, v = F.linear(x, torch.cat(weights)).view(len(x), 3, self.num_heads, -1).unbind(1)  # one product
         q, k = self.rotary(norm(q)), self.rotary(norm(k))  # QK-norm: attention logits cannot run away
         return self.output(attend(q, k, self.mix_values(v, extra), mask).reshape(x.shape)), v
 
@@ -586,7 +653,8 @@ class GPT(nn.Module):
                 first_values = values  # value residual: arxiv.org/abs/2410.17897
             if layer < encoder:
                 skips.append(x)
-        logits = self.head(norm(x)).float()
+        x, low = norm(x), hp.fp8_head and self.training
+        logits = (Float8Product.apply(x, self.head.weight) if low else self.head(x)).float()
         if hp.softcap:
             logits = hp.softcap * torch.tanh(logits / hp.softcap)
         return logits if targets is None else F.cross_entropy(logits, targets)
@@ -958,12 +1026,9 @@ def build_optimizers(hp: Hyperparameters, model: GPT, place: "Place") -> tuple[t
     adam = torch.optim.Adam([dict(params=list(groups[kind]["params"].values()), lr=groups[kind]["lr"])
                              for kind in ("embed", "head", "scalar")],
                             betas=(hp.adam_beta1, hp.adam_beta2), fused=True)
-    orthogonalize = newton_schulz
-    if place.compile and place.device.type == "cuda":
-        orthogonalize = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
     muon = Muon(groups["muon"]["params"].values(), hp.muon_rate, hp.muon_momentum, hp.muon_nesterov,
                 hp.muon_lerp, hp.muon_decay, hp.muon_steps, place.rank, place.world_size,
-                dtype=place.muon_dtype, orthogonalize=orthogonalize)
+                dtype=place.muon_dtype, compile=place.compile and place.device.type == "cuda")
     for group in (*adam.param_groups, *muon.param_groups):
         group["base_lr"] = group["lr"]
     return adam, muon
@@ -1378,11 +1443,16 @@ def importable(module: str) -> bool:
 
 def start_up(place: Place, hp: Hyperparameters) -> None:
     """What has to happen in the process before anything else."""
+    if hp.fp8_head and (place.device.type == "mps" or
+                        place.device.type == "cuda" and torch.cuda.get_device_capability(place.device) < (8, 9)):
+        raise UserError("--fp8_head=true: this device has no FP8, which takes compute capability 8.9 or more; "
+                        "leave it out, or give --preset=h100")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA and autograd come up now
         torch._inductor.config.coordinate_descent_tuning = hp.tune_kernels
-        torch._dynamo.config.optimize_ddp = False  # one graph, not one per bucket of gradients
+        torch._inductor.config.combo_kernels = True  # the casts of eight weights in one launch, and the like
+        torch._inductor.config.combo_kernels_pointwise_only = True
     elif place.device.type == "cpu":
         torch.use_deterministic_algorithms(True)  # bit-for-bit repeatable; on CUDA it would cost speed
         torch.utils.deterministic.fill_uninitialized_memory = False

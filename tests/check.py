@@ -184,7 +184,7 @@ def parameter_table(hp: Hyperparameters, place: Place) -> list[str]:
         model = GPT(hp, place.dtype, place.attention)
     groups = train_gpt.optimizer_groups(hp, model)
     muon = train_gpt.Muon(groups["muon"]["params"].values(), world_size=place.world_size)
-    owners = {id(p): index // muon.per_rank for group in muon.param_groups for chunk, _ in muon.chunks(group)
+    owners = {id(p): index // muon.share_of(group) for group in muon.param_groups for chunk, _ in muon.chunks(group)
               for index, p in enumerate(chunk)}
     rows = [f"{'parameter':34}{'shape':>16}  {'optimizer':10}{'rate':>8}  {'update':20}{'owner':>6}"]
     for kind, group in groups.items():

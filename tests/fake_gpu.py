@@ -128,6 +128,7 @@ class Seen:
     launches: list[tuple] = field(default_factory=list)     # (name, grid) of each Triton launch
     calls: list[str] = field(default_factory=list)          # other operators that reached the device
     collectives: list[tuple] = field(default_factory=list)  # (kind, bytes sent by this rank, dtype)
+    places: list[int] = field(default_factory=list)         # launches and calls before each collective
     unpipelined: list[str] = field(default_factory=list)    # kernels that fitted only with a single stage
     storages: dict = field(default_factory=dict)            # live device storages: weak reference → bytes
     live_bytes: int = 0
@@ -135,7 +136,7 @@ class Seen:
     largest: tuple = (0, (), None)                          # (bytes, shape, dtype) of the largest tensor
 
     def clear(self) -> None:
-        for name in ("kernels", "launches", "calls", "collectives", "unpipelined"):
+        for name in ("kernels", "launches", "calls", "collectives", "places", "unpipelined"):
             getattr(self, name).clear()
 
     def allocated(self, tensor: torch.Tensor) -> None:
@@ -523,6 +524,7 @@ def check_collective(function, args) -> None:
     if kind == "alltoall_base_" and not args[3] and not args[4]:
         need(out.numel() == given.numel() and given.shape[0] % ranks == 0, "equal shares")
     sent = given if kind == "_allgather_base_" else tensors[0]
+    seen.places.append(len(seen.launches) + len(seen.calls))
     seen.collectives.append((kind, sent.numel() * sent.element_size(), str(sent.dtype)[6:]))
 
 
@@ -607,7 +609,7 @@ def report() -> dict:
     """What was seen, for a test in another process."""
     from torch._dynamo.utils import counters
     return dict(kernels=seen.kernels, launches=[name for name, _ in seen.launches], calls=seen.calls,
-                collectives=seen.collectives, unpipelined=seen.unpipelined,
+                collectives=seen.collectives, places=seen.places, unpipelined=seen.unpipelined,
                 peak_bytes=seen.peak_bytes, largest=seen.largest,
                 graphs=counters["stats"]["unique_graphs"], graph_breaks=dict(counters["graph_break"]))
 

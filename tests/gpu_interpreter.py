@@ -44,6 +44,7 @@ NUMPY = {name: getattr(np, name) for name in ("tanh", "exp", "exp2", "log", "log
                                               "sqrt", "sin", "cos", "floor", "ceil", "trunc", "abs",
                                               "copysign", "fmod")}
 NUMPY |= dict(rsqrt=lambda x: (1 / np.sqrt(x)).astype(x.dtype), pow=np.power, fabs=np.abs, nearbyint=np.rint,
+              mul_rn=np.multiply,
               isnan=lambda x: np.isnan(x).astype(np.int32), isinf=lambda x: np.isinf(x).astype(np.int32),
               signbit=lambda x: np.signbit(x).astype(np.int32))
 NUMPY |= dict(isnand=NUMPY["isnan"], isinff=NUMPY["isinf"], signbitd=NUMPY["signbit"])

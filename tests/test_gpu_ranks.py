@@ -45,12 +45,17 @@ def per_step(collectives: list) -> list[list]:
 
 
 def test_ranks_issue_the_same_collectives(shards):
-    seen = [as_rank(rank, shards, FAKE_TRACE_ONLY="1")["collectives"] for rank in (0, 3, 7)]
+    reports = [as_rank(rank, shards, FAKE_TRACE_ONLY="1") for rank in (0, 3, 7)]
+    seen = [report["collectives"] for report in reports]
     assert seen[0] == seen[1] == seen[2]
     steps = per_step(seen[0])
     assert len(steps) == 2 + 3, "two of the warm-up, three of the run"
     assert all(step == steps[0] for step in steps)
     assert sum(dtype == "float64" for _, _, dtype in seen[0]) == 3, "validations at steps 0, 2 and 3"
+    mean_loss = seen[0].index(["allreduce_", 4, "float32"])
+    buckets = [kind for kind, *_ in steps[0]].count("allreduce_") - 1
+    first, *_, last = reports[0]["places"][mean_loss + 1:mean_loss + 1 + buckets]
+    assert last - first > 100, "gradients are reduced while the backward pass goes on"
     print(*(f"{len(list(same))} × {what}" for what, same in groupby(steps[0])), sep="\n")
     print(f"{sum(size for _, size, _ in steps[0]):,} bytes a step")
 
@@ -58,7 +63,7 @@ def test_ranks_issue_the_same_collectives(shards):
 @slow
 def test_a_rank_lowers_and_compiles_nothing_after_the_warm_up(shards):
     seen = as_rank(0, shards)
-    assert seen["graph_breaks"] == {} and seen["graphs"] == 4
+    assert seen["graph_breaks"] == {} and seen["graphs"] == 6
     assert seen["collectives"] == as_rank(7, shards, FAKE_TRACE_ONLY="1")["collectives"]
 
 
