@@ -59,7 +59,7 @@ def attention(card: str, head_dim: int, *tiles: str) -> dict:
 
 
 @pytest.mark.parametrize("card, head_dim", [
-    pytest.param(card, head_dim, marks=[] if (card, head_dim) in (("H100", 128), ("4090", 128)) else slow)
+    pytest.param(card, head_dim, marks=[] if (card, head_dim) == ("4090", 128) else slow)
     for card in ("H100", "A100", "3090", "4090", "B200") for head_dim in (64, 128, 256)])
 def test_attention_fits_the_card(card, head_dim):
     """Forward and backward, as they are, without Inductor's second try in a single stage."""
@@ -97,10 +97,10 @@ def test_estimated_memory_is_what_is_traced():
 @slow
 @pytest.mark.parametrize("preset", ["h100", *DATED])
 def test_estimated_memory_at_full_depth(preset):
-    for tokens in ("4096", "65536"):
-        traced, = memory("B200", f"--preset={preset}", f"--sequence_tokens={tokens}", "--tune_kernels=false")
-        check_estimate(traced)
-        assert max(traced["forward"][0], traced["backward"][0]) <= 2 * int(tokens) * 50304
+    tokens = 65536 if preset == "h100" else 16384
+    traced, = memory("H100", f"--preset={preset}", f"--sequence_tokens={tokens}")
+    check_estimate(traced)
+    assert max(traced["forward"][0], traced["backward"][0]) <= 2 * tokens * 50304
 
 
 @slow
