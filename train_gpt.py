@@ -1192,7 +1192,8 @@ def memory_needed(hp: Hyperparameters, place: Place) -> tuple[float, float]:
     muon, adam = size.pop("muon"), sum(size.values())
     copies = 3 + place.compile  # parameters, gradients (DDP: its buckets), a micro-step's own, warm_up's
     state = copies * (muon + adam) + 2 * adam + muon / place.world_size
-    bands = 0 if place.attention == "flex" else 3 * hp.num_heads * (band_reach(hp) + 1) * BLOCK
+    lean = place.attention == "flex" or place.device.type == "cpu"  # neither keeps the attention's weights
+    bands = 0 if lean else 3 * hp.num_heads * (band_reach(hp) + 1) * BLOCK
     layers = hp.num_layers * ((12 + 2 * hp.mlp_ratio) * hp.model_dim + bands)
     logits = place.dtype.itemsize if place.compile else 16  # bytes: fused, or four times in fp32
     return state, layers * place.dtype.itemsize + hp.padded_vocab * logits

@@ -52,6 +52,15 @@ def test_other_cards(card):
     check(lower(card, "--num_layers=3", "--sequence_tokens=8192", CONFIGS="first", NO_PTXAS="1"))
 
 
+@slow
+def test_a_card_before_ampere():
+    """Float32 and the banded attention, compiled."""
+    seen = lower("T4", "--num_layers=3", "--sequence_tokens=2048", CONFIGS="first")
+    assert seen["graph_breaks"] == {} and seen["new_kernels"] == seen["new_graphs"] == 0
+    assert 0 < seen["most_shared"] <= seen["limit"]
+    assert not any("flex" in kernel["name"] for kernel in seen["kernels"])
+
+
 def attention(card: str, head_dim: int, *tiles: str) -> dict:
     seen = json.loads(run("gpu_attention.py", card, str(head_dim), *tiles).splitlines()[-1])
     print(seen)
