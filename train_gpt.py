@@ -1221,7 +1221,8 @@ def find_place(hp: Hyperparameters) -> Place:
     dtype, tiles = pick_dtype(hp.dtype, bf16), None
     if attention == "flex":  # ROCm does not tell; Inductor's own tiles are made for its 64 KiB
         shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-        tiles = flex_tiles(shared, hp.model_dim // hp.num_heads * dtype.itemsize)
+        padded_head = 1 << (hp.model_dim // hp.num_heads - 1).bit_length()  # Triton's are powers of two
+        tiles = flex_tiles(shared, padded_head * dtype.itemsize)
     return Place(rank, world_size, device, dtype,
                  pick_dtype(hp.muon_dtype, bf16 or cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
                  attention, compiled, why_not, tiles)
