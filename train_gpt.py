@@ -1380,7 +1380,8 @@ def memory_needed(hp: Hyperparameters, place: Place) -> tuple[float, float]:
     muon, adam = size.pop("muon"), sum(size.values())
     copies = 3 + place.compile  # parameters, gradients (DDP: its buckets), a micro-step's own, warm_up's
     state = copies * (muon + adam) + 2 * adam + muon / place.world_size
-    bands = 0 if place.attention == "flex" else 3 * hp.num_heads * (band_reach(hp) + 1) * BLOCK
+    lean = place.attention == "flex" or place.device.type == "cpu"  # neither keeps the attention's weights
+    bands = 0 if lean else 3 * hp.num_heads * (band_reach(hp) + 1) * BLOCK
     layers = hp.num_layers * ((12 + 2 * hp.mlp_ratio) * hp.model_dim + bands)
     logits = place.dtype.itemsize if place.compile else 16  # bytes: fused, or four times in fp32
     return state, layers * place.dtype.itemsize + hp.padded_vocab * logits
@@ -1408,7 +1409,8 @@ def find_place(hp: Hyperparameters) -> Place:
     dtype, tiles = pick_dtype(hp.dtype, bf16), None
     if attention == "flex":  # ROCm does not tell; Inductor's own tiles are made for its 64 KiB
         shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-        tiles = flex_tiles(shared, hp.model_dim // hp.num_heads * dtype.itemsize)
+        padded_head = 1 << (hp.model_dim // hp.num_heads - 1).bit_length()  # Triton's are powers of two
+        tiles = flex_tiles(shared, padded_head * dtype.itemsize)
     return Place(rank, world_size, device, dtype,
                  pick_dtype(hp.muon_dtype, bf16 or cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
                  attention, compiled, why_not, hp.timeout, tiles)

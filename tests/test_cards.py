@@ -140,6 +140,13 @@ def test_apple_gpus_are_used_only_on_request(cards, monkeypatch):
 
 # ---- tiles of FlexAttention (tests/test_gpu_lowering.py compiles them) -------------------------------------
 
+@pytest.mark.parametrize("heads, side", [(12, None), (6, None), (4, 32), (3, 32)])  # 64, 128, 192, 256 each
+def test_wide_heads_take_small_tiles_on_a_small_gpu(cards, heads, side):
+    cards(24, capability=(8, 9), shared=99 * 1024)
+    tiles = find_place(parse_command_line(["--preset=h100", f"--num_heads={heads}"])).tiles
+    assert (tiles or {}).get("fwd_BLOCK_M") == side
+
+
 @pytest.mark.parametrize("kibibytes", [227, 163, 99])
 @pytest.mark.parametrize("head_bytes", [128, 256])
 def test_inductors_own_tiles_are_kept_where_they_fit(kibibytes, head_bytes):

@@ -111,7 +111,8 @@ def test_check_passes_where_a_run_would_and_lists_every_parameter(data):
     process = run_sh("check", *TINY, *data)
     assert process.returncode == 0, process.stdout + process.stderr
     for expected in ("versions", "memory", "compiler", "training data", "collective", "blocks.3.down.weight", "skip_weights",
-                     "Muon", "active per token", "this run would work"):
+                     "Muon", "active per token", "of activations", "GPUs of 80 GB: 1,024, 40 GB: 1,024",
+                     "this run would work"):
         assert expected in process.stdout, expected
 
 
