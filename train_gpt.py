@@ -320,14 +320,14 @@ def validate(hp: Hyperparameters) -> None:
         need(getattr(hp, name) >= 0, name, "0 or more", 0)
     for name in BELOW_1:
         need(0 <= getattr(hp, name) < 1, name, "0 or more, below 1", 0.0 if getattr(hp, name) < 0 else 0.99)
-    unit, sequence = 4 * hp.num_heads, hp.sequence_tokens
+    unit, sequence = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1), hp.sequence_tokens
     need(hp.num_layers >= 2, "num_layers", "at least 2, an encoder and a decoder", 2)
     need(hp.value_lambdas in (1, 2), "value_lambdas", "1 or 2", min(2, max(1, hp.value_lambdas)))
     need(0 < hp.rotary_fraction <= 1, "rotary_fraction", "above 0 and at most 1",
          1.0 if hp.rotary_fraction > 1 else 0.5)
     need(hp.rotary_base > 1, "rotary_base", "above 1", 1024.0)
-    need(hp.model_dim % unit == 0, "model_dim", f"a multiple of 4 × num_heads = {unit}",
-         nearest_multiple(hp.model_dim, unit))
+    need(hp.model_dim % unit == 0, "model_dim", f"a multiple of 4 × num_heads{' and of 16' * hp.fp8_head} = "
+         f"{unit}", nearest_multiple(hp.model_dim, unit))
     need(sequence > 0 and sequence % BLOCK == 0, "sequence_tokens",
          f"a multiple of the mask's block of {BLOCK}", nearest_multiple(sequence, BLOCK))
     if hp.segment_tokens and sequence % hp.segment_tokens:
@@ -344,10 +344,6 @@ def validate(hp: Hyperparameters) -> None:
          f"layers from 0 to {hp.num_layers - 1}", "none")
     need(len(hp.value_tables) == hp.num_layers, "value_layout",
          f"one entry for each of the {hp.num_layers} layers", "ends")
-    unit = math.lcm(unit, 16)
-    need(not hp.fp8_head or hp.model_dim % 16 == 0, "model_dim",
-         f"a multiple of 16 and of 4 × num_heads, that is of {unit}, for --fp8_head",
-         nearest_multiple(hp.model_dim, unit))
     need(bool(hp.checkpoint or not hp.sample), "checkpoint", "a model to sample from", "logs/…/model.pt")
 
 
@@ -425,11 +421,8 @@ class Muon(torch.optim.Optimizer):
         assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
         self.rank, self.world_size, self.per_rank, self.dtype = rank, world_size, per_rank, dtype
         self.orthogonalize, self.host_numbers = orthogonalize, compile
-        self.orthogonal_updates, self.apply_updates = orthogonal_updates, apply_updates
-        if compile:
-            self.orthogonal_updates, self.apply_updates = (
-                torch.compile(function, dynamic=False, fullgraph=True)
-                for function in (orthogonal_updates, apply_updates))
+        wrap = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if compile else (lambda f: f)
+        self.orthogonal_updates, self.apply_updates = wrap(orthogonal_updates), wrap(apply_updates)
         sizes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
         groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == size]) for size in sizes]
         super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, lerp=lerp, steps=steps,
@@ -543,9 +536,9 @@ class Float8Product(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         (x8, weight8), (x_scale, weight_scale, grad_scale) = ctx.saved_tensors, ctx.scales
         grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
-        by_column = (y.T.contiguous().T for y in (weight8, x8))  # the hardware has rows times columns only
-        return (scaled_product(grad8, next(by_column), grad_scale * weight_scale, grad.dtype),
-                scaled_product(grad8.T.contiguous(), next(by_column), grad_scale * x_scale, torch.float32))
+        weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))  # the hardware has rows × columns only
+        return (scaled_product(grad8, weight8, grad_scale * weight_scale, grad.dtype),
+                scaled_product(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32))
 
 
 def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -1445,10 +1438,10 @@ def importable(module: str) -> bool:
 
 def start_up(place: Place, hp: Hyperparameters) -> None:
     """What has to happen in the process before anything else."""
-    if hp.fp8_head and (place.device.type == "mps" or
-                        place.device.type == "cuda" and torch.cuda.get_device_capability(place.device) < (8, 9)):
-        raise UserError("--fp8_head=true: this device has no FP8, which takes compute capability 8.9 or more; "
-                        "leave it out, or give --preset=h100")
+    if hp.fp8_head and (place.device.type == "mps" or place.device.type == "cuda" and
+                        torch.cuda.get_device_capability(place.device) < (8, 9)):
+        raise UserError("--fp8_head=true: this device has no FP8, which takes a GPU of compute capability 8.9 "
+                        "or more; give --fp8_head=false")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA and autograd come up now

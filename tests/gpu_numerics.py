@@ -91,7 +91,7 @@ def check(dtype: str) -> None:
 
 @torch.no_grad()
 def check_muon(dtype: str) -> None:
-    """Two steps, with tall, wide and square matrices, whose rate and momentum differ; nothing compiles twice."""
+    """Two steps of tall, wide and square matrices; rate and momentum differ, and nothing compiles twice."""
     compile = torch.compile
     torch.compile = lambda function, **options: compile(
         function, **{"backend": gpu_interpreter.backend, **options})
@@ -110,7 +110,7 @@ def check_muon(dtype: str) -> None:
         results.append([p - 1 for p in params])
     errors = relative_errors(*(dict(enumerate(result)) for result in reversed(results)))
     print(f"{dtype}: Muon's worst relative error {max(errors.values()):.1e}")
-    assert any("for_fused" in name for name in gpu_interpreter.launched), "the updates were not applied as one"
+    assert any("for_fused" in name for name in gpu_interpreter.launched), "updates were not applied as one"
     assert max(errors.values()) < TOLERANCE[dtype], errors
     assert train_gpt.compiled_graphs() == 4, "one of each function for each of the two sizes"
 

@@ -102,7 +102,7 @@ def test_sizes_are_such_as_the_hardware_multiplies():
     for multiple, padded in ((1, 272), (24, 288), (128, 384)):
         hp = hyperparameters("h100-fp8", vocab_size=257, document_token=256, vocab_multiple=multiple)
         assert hp.padded_vocab == padded
-    with pytest.raises(UserError, match=r"--model_dim=104: expected a multiple of 16 .*--model_dim=96$"):
+    with pytest.raises(UserError, match=r"--model_dim=104: expected a multiple of .* and of 16 = 16; .*--model_dim=96$"):
         hyperparameters("h100-fp8", num_heads=2, model_dim=104)
 
 
