@@ -1,10 +1,11 @@
 """The kernels of a small model and of Muon for sm_90, in Triton's interpreter, against the CPU path.
 
-    python gpu_numerics.py float32|bfloat16
+    python gpu_numerics.py float32|bfloat16|cut
 """
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 warnings.simplefilter("ignore")
@@ -86,7 +87,25 @@ def check(dtype: str) -> None:
         lowered.zero_grad()
         narrower = inputs[2] - torch.tensor([64, 0], dtype=torch.int32)
         other = relative_errors(gradients(lowered, compiled, (*inputs[:2], narrower)), wanted)
-        assert other["blocks.0.attention.query.weight"] > 10 * allowed["blocks.0.attention.query.weight"]
+        name = "blocks.0.attention.query.weight"
+        print(f"another window: error {other[name]:.1e}")
+        assert other[name] > 5 * allowed[name] and other[name] > 2 * TOLERANCE[dtype]
+
+
+def check_cut() -> None:
+    """The graph cut in pieces, so that DDP can reduce the gradients of one while the next is computed."""
+    import torch._dynamo.backends.distributed as cutting
+    from torch.nn.parallel import DistributedDataParallel
+    hp, pieces, compile_piece = small(), [], cutting.SubmodCompiler.compile_submod
+    cutting.SubmodCompiler.compile_submod = lambda *given: (pieces.append(1), compile_piece(*given))[1]
+    exact, lowered = build(hp, torch.float32, "banded"), build(hp, torch.float32, "flex")
+    wanted = gradients(exact, exact, batch(hp))
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 20_000
+    DistributedDataParallel._active_ddp_module = SimpleNamespace(bucket_bytes_cap=40_000)
+    compiled = torch.compile(lowered, backend=gpu_interpreter.backend, fullgraph=True)
+    errors = relative_errors(gradients(lowered, compiled, batch(hp)), wanted)
+    print(f"{len(pieces)} pieces, worst relative error {max(errors.values()):.1e}")
+    assert len(pieces) > 5 and max(errors.values()) < TOLERANCE["float32"], errors
 
 
 @torch.no_grad()
@@ -116,5 +135,8 @@ def check_muon(dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    check_muon(sys.argv[1])
-    check(sys.argv[1])
+    if sys.argv[1] == "cut":
+        check_cut()
+    else:
+        check_muon(sys.argv[1])
+        check(sys.argv[1])

@@ -7,9 +7,9 @@ from gpu_common import needs_triton, run
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lowered_kernels_agree_with_the_cpu_path(dtype):
-    print(run("gpu_numerics.py", dtype))
+@pytest.mark.parametrize("what", ["float32", "bfloat16", "cut"])
+def test_lowered_kernels_agree_with_the_cpu_path(what):
+    print(run("gpu_numerics.py", what))
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
