@@ -10,12 +10,12 @@ import itertools
 import json
 import sys
 
-import gpu_step  # noqa: F401, it reads the card and installs the harness
-from gpu_step import fake_gpu, train_gpt
+import gpu_step  # first: it reads the card and installs the harness
 import torch
+from gpu_step import fake_gpu, train_gpt
 
 
-def largest_in(function, *arguments) -> list:
+def largest_in(function, *arguments) -> tuple:
     """Its result, and what was the largest tensor allocated meanwhile."""
     fake_gpu.seen.largest = (0, (), None)
     return function(*arguments), fake_gpu.seen.largest
