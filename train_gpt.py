@@ -1506,7 +1506,8 @@ class Trainer:
             self.forward = torch.compile(self.model, dynamic=False, fullgraph=True)
         self.parallel = self.forward if place.world_size == 1 else DistributedDataParallel(
             self.forward, device_ids=[place.device] if place.device.type == "cuda" else None,
-            forward_sync_buffers=False, gradient_as_bucket_view=True)
+            forward_sync_buffers=False, gradient_as_bucket_view=True,
+            bucket_cap_mb=128)  # Dynamo cuts the graph at each bucket, and sums across cuts are not fused
 
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
         """One optimizer step. Returns the mean loss over all ranks; what is not finite stops them before it."""
