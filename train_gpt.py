@@ -1519,7 +1519,8 @@ class Trainer:
                 loss = self.parallel(inputs, targets, self.window) / len(batch)
                 mean += loss.detach()
                 loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
+                                             foreach=self.place.device.type != "mps")
         stop = torch.full_like(mean, bool(self.interrupted))  # every rank hears of it in the same step
         values = summed(torch.stack((mean, norm.float(), stop)), self.place)
         loss, norm, self.stopping = (value / self.place.world_size for value in values)

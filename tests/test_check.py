@@ -30,11 +30,21 @@ def only_there(monkeypatch, name: str, wrong) -> None:
     ("attend", lambda q, k, v, mask: train_gpt.banded_cpu(q, k, v, mask.bias.clamp(min=-1.0), mask.window)[0]),  # sees all
     ("attend", lambda q, k, v, mask: train_gpt.banded_cpu(q, k, v, mask.bias, mask.window // 128)[0]),  # window too narrow
     ("norm", lambda x: F.rms_norm(x, (x.size(-1),), eps=0.1)),
-    ("newton_schulz", lambda x, steps: x / x.norm(dim=(-2, -1), keepdim=True)),
 ])
 def test_mistakes_do_not(monkeypatch, name, wrong):
     only_there(monkeypatch, name, wrong)
     assert check.step_error(ROUNDED)[0] > 1
+
+
+def test_an_optimizer_that_is_wrong_does_not(monkeypatch):
+    right = train_gpt.orthogonal_updates
+
+    def one_step_less(*given):
+        *most, steps, dtype, orthogonalize = given
+        return right(*most, steps - (dtype == torch.bfloat16), dtype, orthogonalize)
+    monkeypatch.setattr(train_gpt, "orthogonal_updates", one_step_less)
+    error, where = check.step_error(ROUNDED)
+    assert error > 1 and where.startswith("update of blocks.")
 
 
 def test_a_gpu_that_is_wrong_is_named(monkeypatch):
