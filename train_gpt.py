@@ -38,6 +38,7 @@ import sys
 import time
 import uuid
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -1579,16 +1580,18 @@ class Trainer:
             raise UserError(f"the checkpoint does not fit this training ({one_line(error)})") from None
 
     def check_ranks_agree(self) -> None:
-        """By a cheap hash of each parameter, the sum of its bits: ranks that drifted apart stop here."""
-        whole = {2: torch.int16, 4: torch.int32}
-        sums = torch.stack([p.detach().view(whole[p.element_size()]).sum() for p in self.model.parameters()])
+        """By a cheap hash of each parameter, the sum of its bits: ranks that differ stop here."""
+        whole, given = {2: torch.int16, 4: torch.int32}, zlib.crc32(repr(as_dict(self.hp)).encode())
+        sums = torch.stack([torch.tensor(given, device=self.place.device), *(
+            p.detach().view(whole[p.element_size()]).sum() for p in self.model.parameters())])
         everyone = sums.repeat(self.place.world_size)
         if self.place.world_size > 1:
             dist.all_gather_single(everyone, sums)
-        for (name, _), values in zip(self.model.named_parameters(), everyone.view(-1, len(sums)).T.tolist()):
+        names = ["the hyperparameters", *(f"parameter {name}" for name, _ in self.model.named_parameters())]
+        for name, values in zip(names, everyone.view(-1, len(sums)).T.tolist()):
             if others := [rank for rank, value in enumerate(values) if value != values[0]]:
-                raise UserError(f"rank {others[0]} and rank 0 have drifted apart, first in parameter {name}; "
-                                "check the hardware, then go on with --resume=auto")
+                raise UserError(f"rank {others[0]} differs from rank 0, first in {name}; start all machines "
+                                "with the same, or check their hardware and go on with --resume=auto")
 
     def warm_up(self) -> None:
         """Compile every path on made-up tokens, then put everything back as it was."""
@@ -1644,6 +1647,7 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
     folder, start, sizes, notes = resume(trainer, clock)
     log = Logger(hp, place, folder, sizes)
     parameters = sum(p.numel() for p in trainer.model.parameters())
+    trainer.check_ranks_agree()
     log.write(*environment(place),
               f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens", *notes)
     clock.switch("warmup")

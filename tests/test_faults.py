@@ -150,8 +150,22 @@ sys.exit(train_gpt.main(sys.argv[1:]))
 """)
     run = Run(data, "drift", script=script)
     assert run.wait() != 0
-    assert "error: rank 1 and rank 0 have drifted apart, first in parameter blocks.1.up.weight" in run.output, run.output
+    assert "error: rank 1 differs from rank 0, first in parameter blocks.1.up.weight" in run.output, run.output
     assert "step:10/30 train_loss" in run.output and "step:11/30" not in run.output
+
+
+def test_ranks_with_other_hyperparameters_do_not_begin(data, tmp_path):
+    """As machines with GPUs of other sizes would choose other sequences."""
+    script = tmp_path / "different.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train_gpt
+sys.exit(train_gpt.main(sys.argv[1:] + ["--muon_rate=0.03"] * (os.environ["RANK"] == "1")))
+""")
+    run = Run(data, "different", script=script)
+    assert run.wait() != 0
+    assert "error: rank 1 differs from rank 0, first in the hyperparameters" in run.output and "step:" not in run.output
 
 
 def test_a_machine_that_is_lost_and_comes_back_goes_on(data, undisturbed):

@@ -106,6 +106,16 @@ def test_compiled_training_is_the_same_has_one_graph_and_never_recompiles(data):
     assert compiled.metrics[-1]["times_ms"]["warmup"] > 0
 
 
+@pytest.mark.slow
+def test_compiled_ranks_train_the_same_with_their_graph_cut_for_ddp(data):
+    """DDP's first bucket is 1 MB: a model of 8 MB is compiled in two pieces, by the real DDP."""
+    arguments = [*TINY, *data, "--num_steps=4", "--val_every=2", "--num_layers=3", "--model_dim=256"]
+    alone = trained([*arguments, "--compile=no"], "alone", timeout=600)
+    ranks = trained([*arguments, "--compile=yes"], "cut", ranks=2, timeout=900)
+    assert ranks.train_losses == pytest.approx(alone.train_losses, abs=1e-3)
+    assert ranks.val_losses == pytest.approx(alone.val_losses, abs=1e-3) and ranks.metrics[-1]["recompiles"] == 0
+
+
 def test_no_compiler_is_said_and_is_no_obstacle(data, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "")
