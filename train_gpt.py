@@ -19,7 +19,6 @@ Contents, in the order in which data flows:
 """
 import bisect
 import contextlib
-import copy
 import dataclasses
 import datetime
 import difflib
@@ -1088,7 +1087,7 @@ class Logger:
 
     def write_whole(self, path: Path, state: dict, keep: int) -> None:
         """Under a temporary name first, and on the disk: whatever has the final name is whole."""
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_name("saving.tmp")  # one name: what a killed run left is written over
         try:
             with open(temporary, "wb") as file:
                 torch.save(state, file)
@@ -1372,8 +1371,7 @@ def memory_needed(hp: Hyperparameters, place: Place) -> tuple[float, float]:
     size = {kind: sum(p.numel() * p.element_size() for p in group["params"].values())
             for kind, group in groups.items()}
     muon, adam = size.pop("muon"), sum(size.values())
-    copies = 3 + place.compile  # parameters, gradients (DDP: its buckets), a micro-step's own, warm_up's
-    state = copies * (muon + adam) + 2 * adam + muon / place.world_size
+    state = 5 * adam + 3 * muon + muon / place.world_size  # parameters, gradients, a micro-step's own; moments
     lean = place.attention == "flex" or place.device.type == "cpu"  # neither keeps the attention's weights
     bands = 0 if lean else 3 * hp.num_heads * (band_reach(hp) + 1) * BLOCK
     layers = hp.num_layers * ((12 + 2 * hp.mlp_ratio) * hp.model_dim + bands)
@@ -1596,8 +1594,9 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile every path on made-up tokens, then put everything back as it was."""
         hp, unit = self.hp, self.place.world_size * self.hp.sequence_tokens
-        weights = [p.detach().clone() for p in self.model.parameters()]
-        states = copy.deepcopy([optimizer.state_dict() for optimizer in self.optimizers])
+        saved = [{p: {name: x.to("cpu", copy=True) for name, x in state.items()}  # the GPU may have no room
+                  for p, state in optimizer.state.items()} for optimizer in self.optimizers]
+        weights = [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
         random = torch.random.get_rng_state()
         tokens = torch.arange(hp.sequence_tokens + 1, device=self.place.device) % hp.vocab_size
         batch = [(tokens[:-1].int(), tokens[1:].long())] * (hp.batch_tokens // unit)
@@ -1608,9 +1607,10 @@ class Trainer:
             for p, weight in zip(self.model.parameters(), weights):
                 p.copy_(weight)
         self.forward.train()
-        for optimizer, state in zip(self.optimizers, states):
+        for optimizer, states in zip(self.optimizers, saved):
             optimizer.state.clear()
-            optimizer.load_state_dict(state)
+            for p, state in states.items():
+                optimizer.state[p] = {name: x.to(p.device) for name, x in state.items()}
         torch.random.set_rng_state(random)
 
 

@@ -63,7 +63,7 @@ def test_what_cannot_fit_is_refused_in_one_sentence(cards):
     cards(24)
     with pytest.raises(UserError) as refused:
         parse_command_line(["--preset=h100", "--sequence_tokens=65536"])
-    assert str(refused.value) == ("--sequence_tokens=65536: it needs about 32.8 GiB and the GPU has 20.6 GiB "
+    assert str(refused.value) == ("--sequence_tokens=65536: it needs about 32.0 GiB and the GPU has 20.6 GiB "
                                   "for it; --sequence_tokens=32768 is the most that fits")
     assert parse_command_line(["--preset=h100", "--sequence_tokens=16384"]).sequence_tokens == 16384
     assert parse_command_line(["--preset=h100", "--sequence_tokens=65536", "--device=cpu"])
