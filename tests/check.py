@@ -120,7 +120,7 @@ def small_step(place: Place, gradients: dict | None = None) -> tuple[dict, dict]
 
     With gradients given, the optimizers take those: what differs in the updates is then the optimizers' own doing.
     """
-    hp = Hyperparameters(vocab_size=1000, document_token=999, num_layers=4, num_heads=2, model_dim=256, sequence_tokens=1024,
+    hp = Hyperparameters(vocab_size=1000, document_token=999, num_layers=3, num_heads=2, model_dim=256, sequence_tokens=1024,
                          window_start=384, window_end=384, **train_gpt.SPARSE)
     random, model = torch.Generator().manual_seed(0), GPT(hp, place.dtype, place.attention)
     tokens = torch.randint(hp.vocab_size - 1, (hp.sequence_tokens + 1,), generator=random)
