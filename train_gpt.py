@@ -123,7 +123,7 @@ class Hyperparameters:
     device: str = "auto"                # auto, cuda, cpu, mps
     dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), bfloat16, float32
     bf16_embeddings: bool = True        # embeddings in bfloat16 wherever activations are
-    fp8_head: bool = False              # train the output head in FP8; validation and samples stay as they are
+    fp8_head: bool = False              # train the output head in FP8; validation and samples do without
     muon_dtype: str = "auto"            # Newton–Schulz: auto (bfloat16 if the hardware has it), or either
     attention: str = "auto"             # auto (flex on CUDA, banded elsewhere), flex, banded
     compile: str = "auto"               # torch.compile: auto (CUDA, and long runs on a CPU), yes, no
@@ -1100,6 +1100,11 @@ class Logger:
             temporary.unlink(missing_ok=True)
             self.complain("save", f"{path} could not be written ({one_line(error)})")
 
+    def close(self) -> None:
+        self.saved.result()
+        if self.bar:
+            self.bar.close()
+
     def write(self, *lines: str, show: bool = True) -> None:
         if self.main:
             self.put("log.txt", "\n".join(lines))
@@ -1118,11 +1123,10 @@ class Logger:
 
     def progress(self, done: int, total: int, loss: float, tokens_per_second: float) -> None:
         if self.main and self.terminal:
-            self.bar = self.bar or tqdm(total=total, unit="step", file=sys.stdout, dynamic_ncols=True)
+            self.bar = self.bar or tqdm(total=total, initial=done - 1, unit="step", file=sys.stdout,
+                                        dynamic_ncols=True)
             self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
             self.bar.update(done - self.bar.n)
-            if done == total:
-                self.bar.close()
 
 
 def as_dict(hp: Hyperparameters) -> dict:
@@ -1186,7 +1190,7 @@ def find_run(hp: Hyperparameters, restarted: bool) -> tuple[Path, Path | None, l
             notes.append(f"passed over {error}")
     if by_path:
         raise UserError("; ".join([f"--resume={hp.resume}: no checkpoint there can be read", *notes]))
-    return folder, None, notes
+    return folder, None, notes + ["no checkpoint to go on from: a new run"] * bool(hp.resume)
 
 
 def changed_since(hp: Hyperparameters, saved: dict) -> str:
@@ -1194,7 +1198,7 @@ def changed_since(hp: Hyperparameters, saved: dict) -> str:
     names = list(as_dict(hp))
     harmless = {"preset", "target_loss", "val_every", "device", "attention", "compile", "tune_kernels"}
     changed = {name: f"{name} {saved.get(name)!r} → {value!r}" for name, value in as_dict(hp).items()
-               if repr(saved.get(name)) != repr(value) and not name.startswith("resume")}
+               if repr(saved.get(name)) != repr(value) and name not in ("resume", "resume_anyway", "run_id")}
     harmless |= {*names[names.index("log_dir"):]}  # all about output
     others = [text for name, text in changed.items() if name not in harmless]
     if others and not hp.resume_anyway:
@@ -1371,7 +1375,7 @@ def memory_needed(hp: Hyperparameters, place: Place) -> tuple[float, float]:
     size = {kind: sum(p.numel() * p.element_size() for p in group["params"].values())
             for kind, group in groups.items()}
     muon, adam = size.pop("muon"), sum(size.values())
-    state = 5 * adam + 3 * muon + muon / place.world_size  # parameters, gradients, a micro-step's own; moments
+    state = 5 * adam + 3 * muon + muon / place.world_size  # weights, gradients, a micro-step's own; moments
     lean = place.attention == "flex" or place.device.type == "cpu"  # neither keeps the attention's weights
     bands = 0 if lean else 3 * hp.num_heads * (band_reach(hp) + 1) * BLOCK
     layers = hp.num_layers * ((12 + 2 * hp.mlp_ratio) * hp.model_dim + bands)
@@ -1439,8 +1443,8 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
     """What has to happen in the process before anything else."""
     if hp.fp8_head and (place.device.type == "mps" or place.device.type == "cuda" and
                         torch.cuda.get_device_capability(place.device) < (8, 9)):
-        raise UserError("--fp8_head=true: this device has no FP8, which takes a GPU of compute capability 8.9 "
-                        "or more; give --fp8_head=false")
+        raise UserError("--fp8_head=true: this device has no FP8, which takes compute capability 8.9 or more; "
+                        "give --fp8_head=false")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA and autograd come up now
@@ -1509,7 +1513,7 @@ class Trainer:
             bucket_cap_mb=128)  # Dynamo cuts the graph at each bucket, and sums across cuts are not fused
 
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
-        """One optimizer step. Returns the mean loss over all ranks; what is not finite stops them before it."""
+        """One optimizer step. Returns the mean loss over all ranks; what is not finite stops before it."""
         set_schedules(self.hp, step, self.optimizers, self.window)
         mean = torch.zeros((), device=self.place.device)
         for micro, (inputs, targets) in enumerate(batch, 1):
@@ -1684,7 +1688,7 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
                 log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock, step))
             log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
     clock.switch(None)
-    log.saved.result()
+    log.close()
     if trainer.stopping:
         log.write(f"stopped by {trainer.interrupted or 'another rank'} after step {step}; go on with "
                   f"--resume={folder}")
@@ -1767,7 +1771,7 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
         state = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=hp.num_steps,
                      val_loss=val_loss, model=trainer.model.state_dict())
         log.save("model.pt", state)
-        log.saved.result()
+        log.close()
     in_bytes = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     reached = "reached" if val_loss <= hp.target_loss else "not reached"
     log.write(f"final validation loss {val_loss:.4f}{in_bytes} (target {hp.target_loss} {reached}) after "

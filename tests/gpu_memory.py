@@ -30,15 +30,13 @@ def run(arguments: list[str]) -> dict:
     train_gpt.start_up(place, hp)
     state, per_token = train_gpt.memory_needed(hp, place)
     trainer = train_gpt.Trainer(hp, place)
-    trainer.optimizers[1].orthogonalize = train_gpt.newton_schulz  # nothing is at its peak there
-    weights = [p.detach().clone() for p in trainer.model.parameters()] if place.compile else []  # as warm_up
     for step in range(2):
         trainer.step(trainer.train_data.next_batch(), step)
     peak = fake_gpu.seen.peak_bytes
     (inputs, targets), *_ = trainer.train_data.next_batch()
     loss, forward = largest_in(trainer.parallel, inputs, targets, trainer.window)
     _, backward = largest_in(loss.backward)
-    del weights, trainer, loss
+    del trainer, loss
     gc.collect()
     return dict(arguments=arguments, peak=peak, state=state, estimate=state + hp.sequence_tokens * per_token,
                 forward=forward, backward=backward)
