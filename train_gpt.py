@@ -1443,8 +1443,8 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
     """What has to happen in the process before anything else."""
     if hp.fp8_head and (place.device.type == "mps" or place.device.type == "cuda" and
                         torch.cuda.get_device_capability(place.device) < (8, 9)):
-        raise UserError("--fp8_head=true: this device has no FP8, which takes compute capability 8.9 or more; "
-                        "give --fp8_head=false")
+        raise UserError("--fp8_head=true: this device has no FP8, which takes compute capability 8.9 or "
+                        "more; give --fp8_head=false")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA and autograd come up now

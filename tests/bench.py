@@ -132,7 +132,7 @@ def copies_of_a_checkpoint(data: list[str]) -> float:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state[p] = {name: torch.zeros_like(p) for name in names}
     to = torch.Tensor.to
-    torch.Tensor.to = lambda x, *where, **how: (copied.append(x.nbytes), to(x, *where, **how))[1]
+    torch.Tensor.to = lambda x, *where, **how: (copied.append(x.nbytes * how.get("copy", False)), to(x, *where, **how))[1]
     state = trainer.state(0, train_gpt.Clock(trainer.place.device), [0, 0])
     torch.Tensor.to = to
     held = [x.nbytes for part in (state["model"], state["muon"], *state["adam"].values()) for x in part.values()]
