@@ -1,10 +1,15 @@
 """The self-test of ./run.sh check: rounding passes it, mistakes do not. On a GPU it compares that with the CPU."""
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import check
 import train_gpt
+from runs import ROOT
 from train_gpt import Place
 
 ROUNDED = Place(dtype=torch.bfloat16, muon_dtype=torch.bfloat16)
@@ -45,6 +50,31 @@ def test_an_optimizer_that_is_wrong_does_not(monkeypatch):
     monkeypatch.setattr(train_gpt, "orthogonal_updates", one_step_less)
     error, where = check.step_error(ROUNDED)
     assert error > 1 and where.startswith("update of blocks.")
+
+
+def test_ranks_compare_what_ddp_has_averaged(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import check, torch, train_gpt
+hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", "--dtype=bfloat16"])
+train_gpt.start_up(place := train_gpt.find_place(hp), hp)
+assert place.world_size == 2 and place.dtype == torch.bfloat16
+print("error", check.step_error(place))
+place.device = torch.device("meta")  # anything but the CPU, which has nothing to compare
+check.step_error = lambda place: (0.5 + place.rank, "head.weight")
+try:
+    check.check_step(hp, place)
+except train_gpt.UserError as error:
+    print(error)
+""")
+    process = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script],
+                             capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    errors = [float(error) for error in re.findall(r"error \((\S+),", process.stdout)]
+    assert len(errors) == 2 and max(errors) < 0.8
+    assert process.stdout.count("GPU 1 computes something else than the CPU: head.weight is off by 1.5 times") == 2
 
 
 def test_a_gpu_that_is_wrong_is_named(monkeypatch):
