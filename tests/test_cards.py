@@ -68,7 +68,7 @@ def test_what_cannot_fit_is_refused_in_one_sentence(cards):
     assert parse_command_line(["--preset=h100", "--sequence_tokens=16384"]).sequence_tokens == 16384
     assert parse_command_line(["--preset=h100", "--sequence_tokens=65536", "--device=cpu"])
     cards(4)
-    with pytest.raises(UserError, match="--sequence_tokens=128: it needs about 4.2 GiB and the GPU has "
+    with pytest.raises(UserError, match="--sequence_tokens=128: it needs about 3.4 GiB and the GPU has "
                                         "2.6 GiB for it; train a smaller model"):
         parse_command_line(["--preset=h100"])
 
