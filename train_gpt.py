@@ -383,7 +383,7 @@ def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Tensor, rest: Tensor, lerp: bool,
-                       nesterov: bool, steps: int, dtype: torch.dtype, orthogonalize=newton_schulz) -> Tensor:
+                       nesterov: bool, steps: int, dtype: torch.dtype) -> Tensor:
     """Moves the momentum on; orthogonalized updates, stacked, each with its shorter side first."""
     for grad, buffer in zip(grads, buffers):
         buffer.lerp_(grad, rest) if lerp else buffer.mul_(momentum).add_(grad)
@@ -392,7 +392,7 @@ def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Ten
         ahead = [grad.lerp(buffer, momentum) if lerp else torch.addcmul(grad, buffer, momentum)
                  for grad, buffer in zip(grads, buffers)]
     wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in ahead])
-    return orthogonalize(wide.to(dtype), steps)
+    return newton_schulz(wide.to(dtype), steps)
 
 
 def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: float) -> None:
@@ -415,12 +415,11 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0, steps=5,
-                 rank=0, world_size=1, per_rank=None, dtype=torch.float32, orthogonalize=newton_schulz,
-                 compile=False):
+                 rank=0, world_size=1, per_rank=None, dtype=torch.float32, compile=False):
         params = list(params)
         assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
         self.rank, self.world_size, self.per_rank, self.dtype = rank, world_size, per_rank, dtype
-        self.orthogonalize, self.host_numbers = orthogonalize, compile
+        self.host_numbers = compile
         wrap = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if compile else (lambda f: f)
         self.orthogonal_updates, self.apply_updates = wrap(orthogonal_updates), wrap(apply_updates)
         sizes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
@@ -463,7 +462,7 @@ class Muon(torch.optim.Optimizer):
         momentum, rest = (self.number(x, mine[0]) for x in (group["momentum"], 1 - group["momentum"]))
         return self.orthogonal_updates(
             [p.grad for p in mine], [self.state[p]["momentum_buffer"] for p in mine], momentum, rest,
-            group["lerp"], group["nesterov"], group["steps"], self.dtype, self.orthogonalize)
+            group["lerp"], group["nesterov"], group["steps"], self.dtype)
 
     @torch.no_grad()
     def gather_momentum(self):
