@@ -40,23 +40,28 @@ def kill_some(run: Run, kills: int, num_steps: int) -> int:
         while run.process.poll() is None and len(re.findall(pattern, run.output[size:])) < times and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    size = 0
+    def reached() -> int:
+        return int((re.findall(r"step:(\d+)/", run.output) or ["0"])[-1])
+
+    size, starting = 0, False
     for number in range(1, kills + 1):
-        if random.random() < 0.2:  # at any moment, also while starting
-            wait(size, "never", seconds=random.uniform(0, 10))
-        else:
-            wait(size, "train_loss", times=random.randint(1, 2 * num_steps // kills + 3))  # some are steps done again
-        time.sleep(random.uniform(0, 0.3))
+        if starting:
+            time.sleep(random.uniform(0, 5))
+        else:  # spread over the steps that are left
+            wait(size, "train_loss", times=random.randint(1, max(1, 2 * (num_steps - reached()) // (kills - number + 2))))
+            time.sleep(random.uniform(0, 0.3))
         while run.process.poll() is None and not (ranks := run.ranks()):
             time.sleep(0.05)
         if run.process.poll() is not None:
             return number - 1
-        rank, at, size = random.choice(list(ranks)), (re.findall(r"step:(\d+)/", run.output) or ["0"])[-1], len(run.output)
+        rank, at, size = random.choice(list(ranks)), reached(), len(run.output)
         os.kill(ranks[rank], signal.SIGKILL)
-        wait(size, "parameters, [^x]*(step:|going on)")
+        starting = number < kills and random.random() < 0.2
+        if not starting:
+            wait(size, "parameters, [^x]*(step:|going on)")
         went_on = re.findall(r"going on from \S+, step (\d+)", run.output[size:])
-        print(f"kill {number}: rank {rank} at step {at}; {f'went on from step {went_on[0]}' if went_on else 'began again'}",
-              flush=True)
+        then = "the next comes while it starts" if starting else f"went on from step {went_on[0]}" if went_on else "began again"
+        print(f"kill {number}: rank {rank} at step {at}; {then}", flush=True)
     return kills
 
 
@@ -95,7 +100,7 @@ def main() -> int:
         models = [torch.load(log / "model.pt", weights_only=True)["model"] for log in (quiet.folder, run.folder)]
         print(f"{survived} kills survived, {lost} steps lost, final weights equal the undisturbed run's: "
               f"{'yes' if equal(*models) else 'NO'}")
-        return 0 if finished and not lost and equal(*models) and survived else 1
+        return 0 if finished and not lost and equal(*models) and survived == kills else 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
