@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train_gpt
-from runs import ROOT, STEP_LINE, TINY, make_data, run, trained
+from runs import ROOT, STEP_LINE, TINY, make_data, trained
 
 DATED = [name for name in train_gpt.PRESETS if name[0] == "2"]
 
