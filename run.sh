@@ -49,7 +49,14 @@ set_up() {
         || die "the packages could not be installed; look at pip's message above, then run this again"
 }
 
-count_gpus() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c '^GPU' || echo 0; }
+# The GPUs that a process would see: all, or those that CUDA_VISIBLE_DEVICES names.
+count_gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true
+    else
+        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true  # grep prints 0 and fails where there is none
+    fi
+}
 
 # torchrun, less its page of traceback: the ranks have said what was wrong.
 torchrun() {
@@ -76,7 +83,8 @@ launch() {
     if [ "$nodes" -gt 1 ]; then
         local address="${MASTER_ADDR:-}"
         if [ -z "$address" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
-            address="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+            address="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+            address="${address%%$'\n'*}"  # the first; through `head`, scontrol could die of the closed pipe, and we with it
         fi
         [ -n "$address" ] || die "NNODES=$nodes needs MASTER_ADDR, the address of the first machine"
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a store kept over restarts has the addresses of dead ranks

@@ -1478,15 +1478,33 @@ def summed(values: Tensor, place: Place) -> list:
     return values.tolist()
 
 
+def micro_steps(hp: Hyperparameters, place: Place) -> int:
+    """Forward passes of a rank per step: fewer ranks take more of them, and the batch stays the same."""
+    count, rest = divmod(hp.batch_tokens, unit := place.world_size * hp.sequence_tokens)
+    if rest:
+        refuse("batch_tokens", hp.batch_tokens, f"a multiple of ranks × sequence_tokens = {place.world_size} × "
+               f"{hp.sequence_tokens}", nearest_multiple(hp.batch_tokens, unit))
+    return count
+
+
+def in_parallel(model: nn.Module, place: Place, bucket_mb: int = 128) -> nn.Module:
+    """The ranks' gradients averaged, in buckets, while the backward pass goes on; one rank needs none of it.
+
+    Dynamo cuts the graph at each bucket, and sums across cuts are not fused: few buckets.
+    """
+    if place.world_size == 1:
+        return model
+    return DistributedDataParallel(model, device_ids=[place.device] if place.device.type == "cuda" else None,
+                                   forward_sync_buffers=False, gradient_as_bucket_view=True,
+                                   bucket_cap_mb=bucket_mb)
+
+
 class Trainer:
     """Everything that a run is made of, and one step of it."""
 
     def __init__(self, hp: Hyperparameters, place: Place):
         self.hp, self.place, self.interrupted, self.stopping = hp, place, "", False
-        unit = place.world_size * hp.sequence_tokens
-        if hp.batch_tokens % unit:
-            refuse("batch_tokens", hp.batch_tokens, f"a multiple of ranks × sequence_tokens = "
-                   f"{place.world_size} × {hp.sequence_tokens}", nearest_multiple(hp.batch_tokens, unit))
+        micro_steps(hp, place)  # a batch that does not divide shows before anything is read
         self.train_data = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
                                  place.rank, place.world_size, place.device, hp.vocab_size, hp.epochs,
                                  hp.seed)
@@ -1506,10 +1524,7 @@ class Trainer:
         self.forward = self.model
         if place.compile:
             self.forward = torch.compile(self.model, dynamic=False, fullgraph=True)
-        self.parallel = self.forward if place.world_size == 1 else DistributedDataParallel(
-            self.forward, device_ids=[place.device] if place.device.type == "cuda" else None,
-            forward_sync_buffers=False, gradient_as_bucket_view=True,
-            bucket_cap_mb=128)  # Dynamo cuts the graph at each bucket, and sums across cuts are not fused
+        self.parallel = in_parallel(self.forward, place)
 
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
         """One optimizer step. Returns the mean loss over all ranks; what is not finite stops before it."""
@@ -1596,13 +1611,13 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compile every path on made-up tokens, then put everything back as it was."""
-        hp, unit = self.hp, self.place.world_size * self.hp.sequence_tokens
+        hp = self.hp
         saved = [{p: {name: x.to("cpu", copy=True) for name, x in state.items()}  # the GPU may have no room
                   for p, state in optimizer.state.items()} for optimizer in self.optimizers]
         weights = [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
         random = torch.random.get_rng_state()
         tokens = torch.arange(hp.sequence_tokens + 1, device=self.place.device) % hp.vocab_size
-        batch = [(tokens[:-1].int(), tokens[1:].long())] * (hp.batch_tokens // unit)
+        batch = [(tokens[:-1].int(), tokens[1:].long())] * micro_steps(hp, self.place)
         for step in (0, hp.num_steps - 1):
             self.step(batch, step)
         with torch.no_grad():

@@ -17,7 +17,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import train_gpt  # noqa: E402
 from train_gpt import GPT, Hyperparameters, Loader, Place, UserError  # noqa: E402
@@ -94,11 +93,8 @@ def check_val_data(hp: Hyperparameters, place: Place) -> str:
 
 
 def check_batch(hp: Hyperparameters, place: Place) -> str:
-    unit = place.world_size * hp.sequence_tokens
-    if hp.batch_tokens % unit:
-        train_gpt.refuse("batch_tokens", hp.batch_tokens, f"a multiple of ranks × sequence_tokens = {unit}",
-                         train_gpt.nearest_multiple(hp.batch_tokens, unit))
-    return f"{place.world_size} ranks × {hp.batch_tokens // unit} micro-steps × {hp.sequence_tokens:,} tokens"
+    steps = train_gpt.micro_steps(hp, place)
+    return f"{place.world_size} ranks × {steps} micro-steps × {hp.sequence_tokens:,} tokens"
 
 
 def check_collective(hp: Hyperparameters, place: Place) -> str:
@@ -131,9 +127,8 @@ def small_step(place: Place, gradients: dict | None = None) -> tuple[dict, dict]
             p.copy_(torch.randn(p.shape, generator=random) * (0.05 if p.ndim == 2 else 0.2) + (p.ndim < 2))
     model.to(place.device)
     forward = torch.compile(model, dynamic=False, fullgraph=True) if place.compile else model
-    if place.world_size > 1:  # all ranks have the same gradients, and so the same mean; small buckets: a graph in pieces
-        forward = DistributedDataParallel(forward, device_ids=[place.device] if place.device.type == "cuda" else None,
-                                          forward_sync_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=1)
+    # all ranks have the same gradients, and so the same mean; small buckets: a graph in pieces
+    forward = train_gpt.in_parallel(forward, place, bucket_mb=1)
     tokens, window = tokens.to(place.device), torch.tensor(train_gpt.window_at(hp, 0), dtype=torch.int32, device=place.device)
     loss = forward(tokens[:-1].int(), tokens[1:], window)
     loss.backward()

@@ -68,6 +68,7 @@ try:
     check.check_step(hp, place)
 except train_gpt.UserError as error:
     print(error)
+torch.distributed.destroy_process_group()  # gloo's threads, left running, can abort a process that exits
 """)
     process = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script],
                              capture_output=True, text=True)

@@ -91,20 +91,40 @@ def test_several_machines_need_an_address(data):
     assert process.returncode == 2 and "NNODES=2 needs MASTER_ADDR" in process.stderr
 
 
-def test_slurm_variables_give_nodes_rank_and_address(data, tmp_path):
-    """A stand-in for scontrol, and an interpreter that prints what it would be started with."""
-    for name, body in {"scontrol": "printf 'first\\nsecond\\n'",
-                       "python": f'case "$1" in -|train_gpt.py) exec {sys.executable} "$@";; esac; printf "%s\\n" "$@"'}.items():
+def launched(tmp_path: Path, *arguments: str, commands: dict[str, str], **variables) -> list[str]:
+    """What run.sh would start Python with: the interpreter prints its words, and the commands are stand-ins too."""
+    python = f'case "$1" in -|train_gpt.py) exec {sys.executable} "$@";; esac; printf "%s\\n" "$@"'
+    for name, body in (commands | {"python": python}).items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     repo = tmp_path / "repo"
     shutil.copytree(ROOT, repo, ignore=shutil.ignore_patterns(".git", ".venv", "logs", "enwik8", "fineweb*", "__pycache__"))
-    process = run_sh(*TINY, *data, cwd=repo, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON=str(tmp_path / "python"), NPROC="4",
-                     SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_ID="77")
-    words = process.stdout.splitlines()
+    process = run_sh(*arguments, cwd=repo, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON=str(tmp_path / "python"), **variables)
+    assert process.returncode == 0 and process.stderr == "", process
+    return process.stdout.splitlines()
+
+
+def test_slurm_variables_give_nodes_rank_and_address(data, tmp_path):
+    """The list of hosts comes slowly and is longer than a pipe holds: nobody may hang up after the first."""
+    words = launched(tmp_path, *TINY, *data, commands={"scontrol": "echo first; sleep 0.2; seq 100000"}, NPROC="4",
+                     SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_NODELIST="n[1-100001]", SLURM_JOB_ID="77")
     for expected in ("--nnodes=2", "--node_rank=1", "--nproc_per_node=4", "--rdzv_backend=c10d", "--rdzv_id=77",
                      "--rdzv_endpoint=first:29500"):
-        assert expected in words, (expected, process)
+        assert expected in words, (expected, words)
+
+
+@pytest.mark.parametrize("nvidia_smi, visible, processes", [
+    ("printf 'GPU 0: H100\\n  MIG 1g\\nGPU 1: H100\\nGPU 2: H100\\n'", None, 3),
+    ("printf 'GPU 0: H100\\nGPU 1: H100\\nGPU 2: H100\\n'", "0,2", 2),
+    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "1", 1),
+    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "", 1),
+    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "-1", 1),
+    ("echo No devices were found; exit 6", None, 1)], ids=["all", "some", "one", "none", "minus one", "broken"])
+def test_one_process_per_visible_gpu(data, tmp_path, monkeypatch, nvidia_smi, visible, processes):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    words = launched(tmp_path, "--preset=laptop", *TINY, *data, "--show", commands={"nvidia-smi": nvidia_smi},
+                     **({} if visible is None else dict(CUDA_VISIBLE_DEVICES=visible)))
+    assert (f"--nproc_per_node={processes}" in words) == (processes > 1), words
 
 
 def test_check_passes_where_a_run_would_and_lists_every_parameter(data):
