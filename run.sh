@@ -118,7 +118,8 @@ case "${1:-}" in
     test)
         shift; set_up requirements.txt tests/requirements.txt data/requirements.txt
         "$python" data/vocabulary.py || say "the tests of GPT-2's tokens will be skipped"  # the tests use no network
-        exec "$python" -m pytest tests --numprocesses="$(( $(nproc) < 4 ? $(nproc) : 4 ))" --dist=loadfile "$@" ;;
+        exec "$python" -m pytest tests --numprocesses="$(( $(nproc) < 4 ? $(nproc) : 4 ))" --dist=loadfile \
+            --no-loadscope-reorder "$@" ;;
     bench)
         shift; set_up requirements.txt tests/requirements.txt data/requirements.txt
         exec "$python" tests/bench.py "$@" ;;

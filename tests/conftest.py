@@ -21,7 +21,6 @@ settings.register_profile("trainer", deadline=None, derandomize=True, max_exampl
 settings.load_profile("trainer")
 
 
-
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also the tests that take minutes each")
 
@@ -31,6 +30,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: not item.path.name.startswith("test_gpu"))  # the longest first: no worker waits at the end
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:
