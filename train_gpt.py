@@ -1816,10 +1816,17 @@ def give_up(why: UserError | str) -> int:
     return 2
 
 
+def take_leave(finished: bool) -> None:
+    """NCCL takes leave of all ranks together: one that failed alone would wait here, its error untold."""
+    if dist.is_initialized() and (finished or dist.get_backend() != "nccl"):
+        dist.destroy_process_group()
+
+
 def main(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(help_text())
         return 0
+    finished = False
     try:
         hp = parse_command_line(arguments)
         if hp.show:
@@ -1831,6 +1838,7 @@ def main(arguments: list[str]) -> int:
             use_model(load_model(hp.checkpoint, place), hp, place)
         else:
             train(hp, place)
+        finished = True
         return 0
     except UserError as error:
         return give_up(error)
@@ -1839,8 +1847,7 @@ def main(arguments: list[str]) -> int:
             raise
         os._exit(give_up(silent_ranks(error)))  # to take leave of a group that is stuck would get stuck too
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        take_leave(finished)
 
 
 if __name__ == "__main__":

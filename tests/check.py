@@ -212,6 +212,7 @@ def run_checks(hp: Hyperparameters, place: Place) -> bool:
 
 
 def main(arguments: list[str]) -> int:
+    finished = False
     try:
         hp = train_gpt.parse_command_line(arguments)
         place = train_gpt.find_place(hp)
@@ -220,13 +221,13 @@ def main(arguments: list[str]) -> int:
         if place.rank == 0:
             print(*parameter_table(hp, place), cards_table(hp, place), sep="\n")
             print("this run would work" if passed else "this run would not work: see FAIL above", flush=True)
+        finished = True
         return 0 if passed else 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        train_gpt.take_leave(finished)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """What really happens to runs, with real processes: signals, killed and stuck ranks, ranks that drift, lost machines."""
+import contextlib
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import train_gpt
 from runs import ROOT, SCRIPT, TINY, Result, make_data, trained
@@ -188,3 +190,20 @@ def test_a_machine_that_is_lost_and_comes_back_goes_on(data, undisturbed):
     assert first.wait() == again.wait() == 0, first.output + again.output
     assert "going on from" in first.output + again.output
     same(first.folder, undisturbed)
+
+
+@pytest.mark.parametrize("backend, finished, leaves", [("nccl", True, True), ("nccl", False, False), ("gloo", False, True)])
+def test_a_rank_that_fails_alone_does_not_wait_for_nccl(monkeypatch, backend, finished, leaves):
+    """destroy_process_group returns when every rank has called it: an error behind it would not show before the timeout."""
+    left = []
+    for name, stand_in in dict(is_initialized=lambda: True, get_backend=lambda: backend,
+                               destroy_process_group=lambda: left.append(True)).items():
+        monkeypatch.setattr(train_gpt.dist, name, stand_in)
+
+    def train(hp, place):
+        if not finished:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(train_gpt, "train", train)
+    with contextlib.nullcontext() if finished else pytest.raises(torch.OutOfMemoryError):
+        assert train_gpt.main(TINY) == 0
+    assert bool(left) == leaves
