@@ -1427,9 +1427,21 @@ def choose_compile(hp: Hyperparameters, kind: str) -> tuple[bool, str]:
         if hp.compile == "yes":
             raise UserError(f"--compile=yes: there is no {missing} here; install one, or give --compile=no")
         return False, f": there is no {missing} here"
+    if compiler == "triton" and hp.compile != "no" and not hp.checkpoint:
+        start_triton(hp)
     if hp.compile == "auto" and kind == "cpu" and flops < 1e14:
         return False, ": too short a run to earn it back on a CPU"
     return hp.compile != "no", ""
+
+
+def start_triton(hp: Hyperparameters) -> None:
+    """On its first GPU Triton builds a library in C; not compiled, a run would take many times as long."""
+    try:
+        from triton.runtime import driver
+        driver.active.utils
+    except Exception as error:  # compilers and linkers fail in many ways
+        raise UserError(f"--compile={hp.compile}: Triton cannot start ({one_line(error)}); it needs a C "
+                        "compiler and Python.h: install gcc and python3-dev, or give --compile=no") from None
 
 
 def importable(module: str) -> bool:

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train_gpt
+from gpu_common import needs_triton
 from hypothesis import given
 from hypothesis import strategies as st
-from train_gpt import UserError, find_place, flex_tiles, parse_command_line
+from train_gpt import UserError, find_place, flex_tiles, parse_command_line, start_triton
 
 GIB = 2**30
 
@@ -24,6 +25,7 @@ def cards(monkeypatch):
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(train_gpt, "importable", lambda module: True)
+        monkeypatch.setattr(train_gpt, "start_triton", lambda hp: None)
     return pretend
 
 
@@ -123,6 +125,23 @@ def test_what_an_old_gpu_cannot_do_is_refused(cards, argument, words):
     cards(80, capability=(6, 1), shared=48 * 1024)
     with pytest.raises(UserError, match=words):
         find_place(parse_command_line(["--preset=h100", argument]))
+
+
+@needs_triton
+def test_a_gpu_without_a_c_compiler_is_refused_before_anything_is_fetched(cards, monkeypatch, tmp_path):
+    """Triton builds the library that loads its kernels when it first meets a GPU."""
+    from triton.runtime import driver
+    cards(80)
+    for name in ("_active", "_default"):
+        monkeypatch.setattr(driver, name, None)
+    monkeypatch.setattr(train_gpt, "start_triton", start_triton)
+    monkeypatch.delenv("CC", raising=False)
+    for name in ("PATH", "TRITON_CACHE_DIR", "TRITON_LIBCUDA_PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    with pytest.raises(UserError, match="--compile=auto: Triton cannot start .*C compiler.* give --compile=no"):
+        parse_command_line(["--preset=h100"])
+    assert not find_place(parse_command_line(["--preset=h100", "--compile=no"])).compile
+    assert find_place(parse_command_line(["--checkpoint=model.pt", "--sample=A"])), "a sample needs no compiler"
 
 
 def test_apple_gpus_are_used_only_on_request(cards, monkeypatch):
