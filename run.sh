@@ -58,6 +58,17 @@ count_gpus() {
     fi
 }
 
+# GPUs that PyTorch cannot use would mean the laptop's training on the CPU, unasked for: say why instead.
+need_gpus() {
+    [[ "$(count_gpus)" -eq 0 || " $* " == *" --device=cpu "* ]] && return
+    "$python" -c 'import sys, torch
+version = torch.__version__.split("+")[0]
+sys.exit(0 if torch.cuda.is_available() else f"error: there are GPUs here and PyTorch {torch.__version__} can use none: builds for "
+         "CUDA 13 need driver 580 or later. Update it, or take the build for older ones with: "
+         f"{sys.executable} -m pip install torch=={version}+cu126 --index-url https://download.pytorch.org/whl/cu126; "
+         "to train without GPUs: --device=cpu")' || exit 2
+}
+
 # torchrun, less its page of traceback: the ranks have said what was wrong.
 torchrun() {
     export LOGLEVEL="${LOGLEVEL:-ERROR}"
@@ -127,12 +138,12 @@ case "${1:-}" in
         shift; set_up requirements.txt tests/requirements.txt
         exec "$python" tests/faults.py "$@" ;;
     check)
-        shift; set_up requirements.txt
+        shift; set_up requirements.txt; need_gpus "$@"
         "$python" train_gpt.py --show "$@" >/dev/null
         launch tests/check.py "$@" ;;
     -h|--help|help)
         set_up requirements.txt; sed -n '2,10s/^# \{0,1\}//p' "$0"; exec "$python" train_gpt.py --help ;;
     ""|--*)
-        set_up requirements.txt; prepare_data "$@"; launch train_gpt.py "$@" ;;
+        set_up requirements.txt; need_gpus "$@"; prepare_data "$@"; launch train_gpt.py "$@" ;;
     *) die "$1: no such command; there are ./run.sh [--name=value …], test, check, bench, faults" ;;
 esac

@@ -1457,8 +1457,12 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         raise UserError("--fp8_head=true: this device has no FP8, which takes compute capability 8.9 or "
                         "more; give --fp8_head=false")
     if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-        torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA and autograd come up now
+        try:
+            torch.cuda.set_device(place.device)
+            torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA, autograd come up now
+        except RuntimeError as error:  # no kernels for its generation, in use by others, broken
+            raise UserError(f"GPU {place.device.index} cannot be used ({one_line(error)}); look at its "
+                            "nvidia-smi, install a PyTorch built for it, or give --device=cpu") from None
         torch._inductor.config.coordinate_descent_tuning = hp.tune_kernels
         torch._inductor.config.combo_kernels = True  # the casts of eight weights in one launch, and the like
         torch._inductor.config.combo_kernels_pointwise_only = True

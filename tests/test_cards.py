@@ -144,6 +144,18 @@ def test_a_gpu_without_a_c_compiler_is_refused_before_anything_is_fetched(cards,
     assert find_place(parse_command_line(["--checkpoint=model.pt", "--sample=A"])), "a sample needs no compiler"
 
 
+def test_a_gpu_that_does_not_answer_is_refused_in_one_sentence(cards, monkeypatch):
+    """PyTorch's build for CUDA 13 has no kernels for sm_70 and older: the first launch raises."""
+    cards(16, capability=(7, 0), shared=96 * 1024)
+    hp = parse_command_line(["--preset=h100"])
+
+    def launch(device):
+        raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nSearch for it")
+    monkeypatch.setattr(torch.cuda, "set_device", launch)
+    with pytest.raises(UserError, match=r"GPU 0 cannot be used \(AcceleratorError: .*no kernel image .*--device=cpu"):
+        train_gpt.start_up(find_place(hp), hp)
+
+
 def test_apple_gpus_are_used_only_on_request(cards, monkeypatch):
     cards()
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

@@ -1,5 +1,6 @@
 """Starting: nothing on import, torchrun, run.sh, several machines, the check."""
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from runs import ROOT, TINY, make_data, run, trained
 
@@ -125,6 +127,18 @@ def test_one_process_per_visible_gpu(data, tmp_path, monkeypatch, nvidia_smi, vi
     words = launched(tmp_path, "--preset=laptop", *TINY, *data, "--show", commands={"nvidia-smi": nvidia_smi},
                      **({} if visible is None else dict(CUDA_VISIBLE_DEVICES=visible)))
     assert (f"--nproc_per_node={processes}" in words) == (processes > 1), words
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU here can be used")
+@pytest.mark.parametrize("command", [[], ["check"]])
+def test_gpus_that_pytorch_cannot_use_are_not_passed_over(tmp_path, monkeypatch, command):
+    """An old driver, or a build for the CPU: on a rented machine the laptop's training would be no help."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: H100'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    process = run_sh(*command, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert process.returncode == 2 and process.stdout == ""
+    assert re.fullmatch(r"error: there are GPUs here and PyTorch \S+ can use none: .*--device=cpu\n", process.stderr)
 
 
 def test_check_passes_where_a_run_would_and_lists_every_parameter(data):
