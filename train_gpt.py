@@ -275,7 +275,8 @@ def settle_sequence(hp: Hyperparameters) -> None:
     lengths = sequence_lengths(hp)
     automatic, hp.sequence_tokens = not hp.sequence_tokens, hp.sequence_tokens or max(lengths, default=2**16)
     validate(hp)
-    if hp.checkpoint or hp.device not in ("auto", "cuda") or not torch.cuda.is_available():
+    if hp.checkpoint or hp.device not in ("auto", "cuda") or not torch.cuda.is_available() or (
+            automatic and not lengths):  # the ranks do not divide the batch: micro_steps says so
         return
     place, cards = find_place(hp), map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     room = usable(min(card.total_memory for card in cards))

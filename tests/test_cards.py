@@ -53,6 +53,16 @@ def test_the_sequence_divides_the_share_of_a_rank(cards, monkeypatch):
         parse_command_line(["--preset=h100", "--batch_tokens=1000"])
 
 
+def test_ranks_that_do_not_divide_the_batch_are_what_is_said(cards, monkeypatch):
+    """Not that memory is short, which no shorter sequence would mend."""
+    cards(*[24] * 3)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    hp = parse_command_line(["--preset=h100"])
+    with pytest.raises(UserError, match="--batch_tokens=524288: .* 3 × 65536; the nearest is --batch_tokens=589824"):
+        train_gpt.micro_steps(hp, find_place(hp))
+    assert parse_command_line(["--preset=h100", "--batch_tokens=589824"]).sequence_tokens == 32768
+
+
 def test_without_a_gpu_memory_is_not_asked(cards):
     cards()
     assert parse_command_line(["--preset=h100"]).sequence_tokens == 65536
