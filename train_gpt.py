@@ -1453,10 +1453,11 @@ def importable(module: str) -> bool:
 
 def start_up(place: Place, hp: Hyperparameters) -> None:
     """What has to happen in the process before anything else."""
+    lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
     if hp.fp8_head and (place.device.type == "mps" or place.device.type == "cuda" and
-                        torch.cuda.get_device_capability(place.device) < (8, 9)):
-        raise UserError("--fp8_head=true: this device has no FP8, which takes compute capability 8.9 or "
-                        "more; give --fp8_head=false")
+                        torch.cuda.get_device_capability(place.device) < lowest):
+        raise UserError("--fp8_head=true: this device has no FP8, which takes compute capability 8.9 (AMD: "
+                        "9.5) or more; give --fp8_head=false")
     if place.device.type == "cuda":
         try:
             torch.cuda.set_device(place.device)

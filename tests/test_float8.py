@@ -106,9 +106,12 @@ def test_sizes_are_such_as_the_hardware_multiplies():
         hyperparameters("h100-fp8", num_heads=2, model_dim=104)
 
 
-@pytest.mark.parametrize("kind, capability", [("cuda", (8, 0)), ("cuda", (8, 6)), ("mps", None)])
-def test_devices_without_float8_are_refused(kind, capability, monkeypatch):
+@pytest.mark.parametrize("kind, capability, hip", [("cuda", (8, 0), None), ("cuda", (8, 6), None), ("mps", None, None),
+                                                   ("cuda", (9, 0), "7.2"), ("cuda", (9, 4), "7.2")])
+def test_devices_without_float8_are_refused(kind, capability, hip, monkeypatch):
+    """Of AMD's, 9.0 has none and 9.4 has one with another bias."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
     place = train_gpt.Place(device=torch.device(kind))
     with pytest.raises(UserError, match="fp8_head=true: this device has no FP8"):
         train_gpt.start_up(place, hyperparameters("h100-fp8"))
