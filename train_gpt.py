@@ -1465,6 +1465,7 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         except RuntimeError as error:  # no kernels for its generation, in use by others, broken
             raise UserError(f"GPU {place.device.index} cannot be used ({one_line(error)}); look at its "
                             "nvidia-smi, install a PyTorch built for it, or give --device=cpu") from None
+        torch.backends.cuda.enable_cudnn_sdp(False)  # an H100's first choice, planned for each length
         torch._inductor.config.coordinate_descent_tuning = hp.tune_kernels
         torch._inductor.config.combo_kernels = True  # the casts of eight weights in one launch, and the like
         torch._inductor.config.combo_kernels_pointwise_only = True
