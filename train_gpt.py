@@ -1442,7 +1442,8 @@ def start_triton(hp: Hyperparameters) -> None:
         driver.active.utils
     except Exception as error:  # compilers and linkers fail in many ways
         raise UserError(f"--compile={hp.compile}: Triton cannot start ({one_line(error)}); it needs a C "
-                        "compiler and Python.h: install gcc and python3-dev, or give --compile=no") from None
+                        f"compiler and Python.h: install gcc and python3.{sys.version_info.minor}-dev, or "
+                        "give --compile=no") from None
 
 
 def importable(module: str) -> bool:
