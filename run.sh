@@ -49,9 +49,11 @@ set_up() {
         || die "the packages could not be installed; look at pip's message above, then run this again"
 }
 
-# The GPUs that a process would see: all, or those that CUDA_VISIBLE_DEVICES names.
+# The GPUs that a run with these options would see: all, or those that CUDA_VISIBLE_DEVICES names; on the CPU none.
 count_gpus() {
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    if [[ " $* " == *" --device=cpu "* ]]; then
+        echo 0
+    elif [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
         tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true
     else
         { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true  # grep prints 0 and fails where there is none
@@ -60,7 +62,7 @@ count_gpus() {
 
 # GPUs that PyTorch cannot use would mean the laptop's training on the CPU, unasked for: say why instead.
 need_gpus() {
-    [[ "$(count_gpus)" -eq 0 || " $* " == *" --device=cpu "* ]] && return
+    [ "$(count_gpus "$@")" -eq 0 ] && return
     "$python" -c 'import sys, torch
 version = torch.__version__.split("+")[0]
 sys.exit(0 if torch.cuda.is_available() else f"error: there are GPUs here and PyTorch {torch.__version__} can use none: builds for "
@@ -87,7 +89,7 @@ except SignalException as error:  # handed on to the ranks, which have saved
 
 # Runs a script of ours on every process of this machine, and on the other machines where there are several.
 launch() {
-    local script="$1" processes="${NPROC:-$(count_gpus)}"; shift
+    local script="$1" processes="${NPROC:-$(count_gpus "$@")}"; shift
     local nodes="${NNODES:-${SLURM_NNODES:-1}}" node_rank="${NODE_RANK:-${SLURM_NODEID:-0}}"
     [ "$processes" -gt 0 ] || processes=1
     [ "$processes" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( ($(nproc) + processes - 1) / processes ))}"

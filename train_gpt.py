@@ -257,7 +257,8 @@ def parse_command_line(arguments: list[str]) -> Hyperparameters:
         else:
             values[name] = parse_value(name, text if equals else "true", fields[name])
     if presets in ([], ["auto"]):
-        presets = ["h100" if torch.cuda.is_available() else "laptop"]
+        on_gpus = values.get("device", "auto") in ("auto", "cuda") and torch.cuda.is_available()
+        presets = ["h100" if on_gpus else "laptop"]
     for preset in presets:
         if preset not in PRESETS:
             refuse("preset", preset, "one of " + ", ".join(PRESETS), nearest(preset, PRESETS))

@@ -166,6 +166,12 @@ def test_a_gpu_that_does_not_answer_is_refused_in_one_sentence(cards, monkeypatc
         train_gpt.start_up(find_place(hp), hp)
 
 
+def test_without_its_gpus_a_machine_is_a_laptop(cards):
+    cards(80)
+    assert [parse_command_line(given).preset for given in ([], ["--device=cuda"], ["--device=cpu"])] == [
+        "h100", "h100", "laptop"]
+
+
 def test_apple_gpus_are_used_only_on_request(cards, monkeypatch):
     cards()
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

@@ -115,16 +115,19 @@ def test_slurm_variables_give_nodes_rank_and_address(data, tmp_path):
         assert expected in words, (expected, words)
 
 
-@pytest.mark.parametrize("nvidia_smi, visible, processes", [
-    ("printf 'GPU 0: H100\\n  MIG 1g\\nGPU 1: H100\\nGPU 2: H100\\n'", None, 3),
-    ("printf 'GPU 0: H100\\nGPU 1: H100\\nGPU 2: H100\\n'", "0,2", 2),
-    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "1", 1),
-    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "", 1),
-    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "-1", 1),
-    ("echo No devices were found; exit 6", None, 1)], ids=["all", "some", "one", "none", "minus one", "broken"])
-def test_one_process_per_visible_gpu(data, tmp_path, monkeypatch, nvidia_smi, visible, processes):
+@pytest.mark.parametrize("nvidia_smi, visible, device, processes", [
+    ("printf 'GPU 0: H100\\n  MIG 1g\\nGPU 1: H100\\nGPU 2: H100\\n'", None, "auto", 3),
+    ("printf 'GPU 0: H100\\nGPU 1: H100\\nGPU 2: H100\\n'", "0,2", "auto", 2),
+    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "1", "auto", 1),
+    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "", "auto", 1),
+    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "-1", "auto", 1),
+    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", None, "cpu", 1),
+    ("echo No devices were found; exit 6", None, "auto", 1)],
+    ids=["all", "some", "one", "none", "minus one", "CPU", "broken"])
+def test_one_process_per_visible_gpu(data, tmp_path, monkeypatch, nvidia_smi, visible, device, processes):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    words = launched(tmp_path, "--preset=laptop", *TINY, *data, "--show", commands={"nvidia-smi": nvidia_smi},
+    assert TINY[0] == "--device=cpu"
+    words = launched(tmp_path, f"--device={device}", *TINY[1:], *data, "--show", commands={"nvidia-smi": nvidia_smi},
                      **({} if visible is None else dict(CUDA_VISIBLE_DEVICES=visible)))
     assert (f"--nproc_per_node={processes}" in words) == (processes > 1), words
 
