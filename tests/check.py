@@ -216,7 +216,7 @@ def main(arguments: list[str]) -> int:
     try:
         hp = train_gpt.parse_command_line(arguments)
         place = train_gpt.find_place(hp)
-        train_gpt.start_up(place, hp)
+        train_gpt.start_up(place, replace(hp, tune_kernels=False))  # which takes minutes, also for a small step
         passed = run_checks(hp, place)
         if place.rank == 0:
             print(*parameter_table(hp, place), cards_table(hp, place), sep="\n")

@@ -84,6 +84,13 @@ def test_a_gpu_that_is_wrong_is_named(monkeypatch):
         check.check_step(train_gpt.Hyperparameters(), Place(device=torch.device("cuda", 0)))
 
 
+def test_the_dated_presets_do_not_tune_their_kernels_for_it(monkeypatch):
+    tuned = []
+    monkeypatch.setattr(train_gpt, "start_up", lambda place, hp: tuned.append(hp.tune_kernels))
+    monkeypatch.setattr(check, "run_checks", lambda hp, place: hp.tune_kernels)
+    assert check.main(["--preset=2025-01-04", "--device=cpu"]) == 0 and tuned == [False]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_this_gpu():
     hp = train_gpt.parse_command_line(["--preset=h100", "--sequence_tokens=1024", "--batch_tokens=1024", "--val_tokens=1024"])
