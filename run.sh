@@ -63,12 +63,9 @@ count_gpus() {
 # GPUs that PyTorch cannot use would mean the laptop's training on the CPU, unasked for: say why instead.
 need_gpus() {
     [ "$(count_gpus "$@")" -eq 0 ] && return
-    "$python" -c 'import sys, torch
-version = torch.__version__.split("+")[0]
-sys.exit(0 if torch.cuda.is_available() else f"error: there are GPUs here and PyTorch {torch.__version__} can use none: builds for "
-         "CUDA 13 need driver 580 or later. Update it, or take the build for older ones with: "
-         f"{sys.executable} -m pip install torch=={version}+cu126 --index-url https://download.pytorch.org/whl/cu126; "
-         "to train without GPUs: --device=cpu")' || exit 2
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+        || die "there are GPUs here and this PyTorch can use none: a build for CUDA 13 needs NVIDIA driver 580 or later;" \
+               "update it, or put a build for an older CUDA into .venv, or give --device=cpu to train without GPUs"
 }
 
 # torchrun, less its page of traceback: the ranks have said what was wrong.
