@@ -112,13 +112,13 @@ def copied(x: torch.Tensor) -> torch.Tensor:
     return x.detach().to("cpu", torch.float32, copy=True)
 
 
-def small_step(place: Place, gradients: dict | None = None) -> tuple[dict, dict]:
+def small_step(place: Place, fp8_head: bool, gradients: dict | None = None) -> tuple[dict, dict]:
     """(loss and gradients, updates by both optimizers) of a step of a small model: weights and tokens are always the same.
 
     With gradients given, the optimizers take those: what differs in the updates is then the optimizers' own doing.
     """
     hp = Hyperparameters(vocab_size=1000, document_token=999, num_layers=3, num_heads=2, model_dim=256, sequence_tokens=1024,
-                         window_start=384, window_end=384, **train_gpt.SPARSE)
+                         window_start=384, window_end=384, fp8_head=fp8_head, **train_gpt.SPARSE)
     random, model = torch.Generator().manual_seed(0), GPT(hp, place.dtype, place.attention)
     tokens = torch.randint(hp.vocab_size - 1, (hp.sequence_tokens + 1,), generator=random)
     tokens[::171] = hp.document_token
@@ -142,11 +142,11 @@ def small_step(place: Place, gradients: dict | None = None) -> tuple[dict, dict]
     return seen, {f"update of {name}": copied(p) - before[name] for name, p in named.items()}
 
 
-def step_error(place: Place) -> tuple[float, str]:
+def step_error(place: Place, fp8_head: bool = False) -> tuple[float, str]:
     """(how far this device is from the CPU's fp32 path, as a part of what rounding explains; where it is farthest)"""
-    seen, updates = small_step(place)
-    right, _ = small_step(Place())
-    _, right_updates = small_step(Place(), seen)
+    seen, updates = small_step(place, fp8_head)
+    right, _ = small_step(Place(), fp8_head)
+    _, right_updates = small_step(Place(), fp8_head, seen)
     errors = {}
     for (name, x), y in zip((seen | updates).items(), (right | right_updates).values()):
         precise = place.dtype == torch.float32 and not (name in updates and place.muon_dtype != torch.float32)
@@ -159,7 +159,7 @@ def step_error(place: Place) -> tuple[float, str]:
 def check_step(hp: Hyperparameters, place: Place) -> str:
     if place.device.type == "cpu":
         return "not needed: the CPU's own path is what the tests compare with"
-    start, worst = time.perf_counter(), [(*step_error(place), place.rank)]
+    start, worst = time.perf_counter(), [(*step_error(place, hp.fp8_head), place.rank)]
     if place.world_size > 1:
         everyone = [None] * place.world_size
         dist.all_gather_object(everyone, worst[0])

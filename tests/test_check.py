@@ -22,6 +22,14 @@ def test_rounding_passes(place):
     assert place != Place() or error == 0
 
 
+def test_the_head_in_float8_is_compared_too(monkeypatch):
+    """Its FP8 with the CPU's: what rounds otherwise in bfloat16 passes, a wrong scale does not."""
+    error, where = check.step_error(ROUNDED, fp8_head=True)
+    assert 0 < error < 0.8, where
+    only_there(monkeypatch, "to_float8", lambda x, scale, dtype: (x * scale * 1.1).to(dtype))
+    assert check.step_error(ROUNDED, fp8_head=True)[0] > 1
+
+
 def only_there(monkeypatch, name: str, wrong) -> None:
     """A mistake that the device makes and the CPU's fp32 path does not."""
     right = getattr(train_gpt, name)
@@ -63,7 +71,7 @@ train_gpt.start_up(place := train_gpt.find_place(hp), hp)
 assert place.world_size == 2 and place.dtype == torch.bfloat16
 print("error", check.step_error(place))
 place.device = torch.device("meta")  # anything but the CPU, which has nothing to compare
-check.step_error = lambda place: (0.5 + place.rank, "head.weight")
+check.step_error = lambda place, fp8_head: (0.5 + place.rank, "head.weight")
 try:
     check.check_step(hp, place)
 except train_gpt.UserError as error:
@@ -79,7 +87,7 @@ torch.distributed.destroy_process_group()  # gloo's threads, left running, can a
 
 
 def test_a_gpu_that_is_wrong_is_named(monkeypatch):
-    monkeypatch.setattr(check, "step_error", lambda place: (7.0, "head.weight"))
+    monkeypatch.setattr(check, "step_error", lambda place, fp8_head: (7.0, "head.weight"))
     with pytest.raises(train_gpt.UserError, match="GPU 0 computes something else.*head.weight is off by 7 times"):
         check.check_step(train_gpt.Hyperparameters(), Place(device=torch.device("cuda", 0)))
 
