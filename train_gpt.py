@@ -1076,14 +1076,27 @@ class Logger:
 
     def complain(self, about: str, sentence: str) -> None:
         """Once about each thing: the training is worth more than its log."""
-        if about not in self.complaints:
-            print(f"warning: {sentence}; training goes on", file=sys.stderr, flush=True)
+        try:
+            if about not in self.complaints:
+                print(f"warning: {sentence}; training goes on", file=sys.stderr, flush=True)
+        except OSError:
+            sys.stderr = open(os.devnull, "w")
         self.complaints.add(about)
+
+    @contextlib.contextmanager
+    def showing(self):
+        """The pipe may have lost its reader, the terminal may be gone, the disk under a redirection full."""
+        try:
+            yield
+        except OSError as error:
+            self.terminal, sys.stdout = False, open(os.devnull, "w")  # which Python can flush when it exits
+            if self.bar:
+                self.bar.disable = True
+            self.complain("output", f"standard output can no longer be written ({error.strerror})")
 
     def save(self, name: str, state: dict, keep: int = 0) -> None:
         """Beside the training, which waits for one copy to the host and not for the disk."""
         if self.main:
-            self.saved.result()  # at most one copy at a time
             self.saved = self.saver.submit(self.write_whole, self.folder / name, state, keep)
 
     def write_whole(self, path: Path, state: dict, keep: int) -> None:
@@ -1098,20 +1111,23 @@ class Logger:
             for old in checkpoints(self.folder)[:-keep] if keep else ():
                 old.unlink()
         except (OSError, RuntimeError) as error:  # RuntimeError is torch.save's word for a full disk
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             self.complain("save", f"{path} could not be written ({one_line(error)})")
 
     def close(self) -> None:
         self.saved.result()
         if self.bar:
-            self.bar.close()
+            with self.showing():
+                self.bar.close()
 
     def write(self, *lines: str, show: bool = True) -> None:
         if self.main:
             self.put("log.txt", "\n".join(lines))
             if show:
-                tqdm.write("\n".join(lines))
-                sys.stdout.flush()
+                with self.showing():
+                    tqdm.write("\n".join(lines))
+                    sys.stdout.flush()
 
     def step(self, step: int, steps: int, name: str, loss: float, train_ms: float, show: bool = True) -> None:
         average = train_ms / step if step else math.nan
@@ -1124,10 +1140,11 @@ class Logger:
 
     def progress(self, done: int, total: int, loss: float, tokens_per_second: float) -> None:
         if self.main and self.terminal:
-            self.bar = self.bar or tqdm(total=total, initial=done - 1, unit="step", file=sys.stdout,
-                                        dynamic_ncols=True)
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
-            self.bar.update(done - self.bar.n)
+            with self.showing():
+                self.bar = self.bar or tqdm(total=total, initial=done - 1, unit="step", file=sys.stdout,
+                                            dynamic_ncols=True)
+                self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+                self.bar.update(done - self.bar.n)
 
 
 def as_dict(hp: Hyperparameters) -> dict:
@@ -1700,8 +1717,9 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
             last, tokens = step == hp.num_steps, step * hp.batch_tokens
             if step > start and (trainer.stopping or last and hp.save_every or
                                  hp.save_every and step % hp.save_every == 0):
-                state = trainer.state(step, clock, log.sizes())
-                log.save(f"checkpoint_{step:07d}.pt", state, hp.keep_checkpoints)
+                log.saved.result()  # at most one copy at a time, and none between checkpoints
+                log.save(f"checkpoint_{step:07d}.pt", trainer.state(step, clock, log.sizes()),
+                         hp.keep_checkpoints)
             if trainer.stopping:
                 break
             if last or hp.val_every and step % hp.val_every == 0:

@@ -6,6 +6,8 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from runs import TINY, Result, make_data, run, write_shard
+from runs import SCRIPT, TINY, Result, make_data, run, write_shard
 
 SIX = [*TINY, "--num_steps=6", "--val_every=2", "--batch_tokens=1536", "--save_every=2", "--keep_checkpoints=3"]
 
@@ -170,12 +172,15 @@ def test_a_full_disk_or_a_folder_that_is_gone_does_not_stop_training(data, whole
         subprocess.run(["umount", disk])
 
 
-def test_a_folder_that_is_gone_does_not_stop_training(data, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("in_its_place", [False, True], ids=["gone", "a file in its place"])
+def test_a_folder_that_is_gone_does_not_stop_training(data, tmp_path, capsys, monkeypatch, in_its_place):
     step = train_gpt.Trainer.step
 
     def losing(self, batch, at):
         if at == 3:
             shutil.rmtree(tmp_path / "gone")
+            if in_its_place:  # as in a folder that became read-only, nothing can even be deleted
+                (tmp_path / "gone").write_text("")
         return step(self, batch, at)
     monkeypatch.setattr(train_gpt.Trainer, "step", losing)
     assert train_gpt.main([*SIX, *data, f"--log_dir={tmp_path}", "--run_id=gone"]) == 0
@@ -183,6 +188,45 @@ def test_a_folder_that_is_gone_does_not_stop_training(data, tmp_path, capsys, mo
     warnings = [line for line in captured.err.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 2 and "can no longer be written" in warnings[0] and "could not be written" in warnings[1]
     assert "step:6/6 val_loss" in captured.out
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["output", "output and errors"])
+def test_a_full_disk_under_the_output_does_not_stop_training(data, tmp_path, both):
+    """Where a user has redirected it to; a pipe whose reader has died is the same."""
+    with open("/dev/full", "w") as full:
+        process = subprocess.run([sys.executable, str(SCRIPT), *SIX, *data, f"--log_dir={tmp_path}", "--run_id=f"], text=True,
+                                 stdout=full, stderr=full if both else subprocess.PIPE)
+    assert process.returncode == 0, process.stderr
+    assert both or process.stderr == ("warning: standard output can no longer be written (No space left on device); "
+                                      "training goes on\n")
+    assert steps(tmp_path / "f")[-1].startswith("step:6/6 val_loss") and (tmp_path / "f" / "model.pt").exists()
+
+
+def test_a_terminal_that_goes_does_not_stop_training(data, tmp_path, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        isatty = lambda self: True  # noqa: E731
+
+        def write(self, text):
+            if "loss 3." in self.getvalue():  # on the bar
+                raise OSError(5, "Input/output error")
+            return super().write(text)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert train_gpt.main([*SIX, *data, f"--log_dir={tmp_path}", "--run_id=t"]) == 0
+    assert capsys.readouterr().err.count("warning: standard output can no longer be written") == 1
+    assert steps(tmp_path / "t")[-1].startswith("step:6/6 val_loss")
+
+
+def test_one_copy_at_a_time_and_none_between_checkpoints(data, tmp_path, monkeypatch):
+    state, before = train_gpt.Trainer.state, []
+
+    def watched(self, *arguments):
+        assert all(copy() is None for copy in before), "the copy of the checkpoint before is still in memory"
+        made = state(self, *arguments)
+        before.append(weakref.ref(made["model"]["head.weight"]))
+        return made
+    monkeypatch.setattr(train_gpt.Trainer, "state", watched)
+    assert train_gpt.main([*SIX, *data, f"--log_dir={tmp_path}", "--save_every=1"]) == 0
+    assert len(before) == 6
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_optimizers_and_names_its_batch(data, cut, capsys, monkeypatch):
