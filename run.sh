@@ -81,7 +81,7 @@ except ChildFailedError as error:
     sys.exit(max(1, error.get_first_failure()[1].exitcode))
 except SignalException as error:  # handed on to the ranks, which have saved
     sys.exit(128 + error.sigval)' --max-restarts="${MAX_RESTARTS:-0}" \
-        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@"
+        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout=120 "$@"  # s for a step and its checkpoint
 }
 
 # Runs a script of ours on every process of this machine, and on the other machines where there are several.

@@ -1712,7 +1712,7 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
         trainer.warm_up()
     graphs = compiled_graphs()
     clock.switch("train")
-    with listening_to_signals(trainer):
+    with listening_to_signals(trainer), contextlib.closing(log):  # which waits for what is being written
         for step in range(start, hp.num_steps + 1):
             last, tokens = step == hp.num_steps, step * hp.batch_tokens
             if step > start and (trainer.stopping or last and hp.save_every or
@@ -1740,20 +1740,24 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
                 log.step(done, hp.num_steps, "train_loss", loss, train_ms, show=not log.terminal)
                 log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock, step))
             log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
-    clock.switch(None)
-    log.close()
-    if trainer.stopping:
-        log.write(f"stopped by {trainer.interrupted or 'another rank'} after step {step}; go on with "
-                  f"--resume={folder}")
-        return None
-    recompiles, trainer.model.attention = compiled_graphs() - graphs, "banded"  # what follows is not compiled
-    if hp.hellaswag:
-        score = score_hellaswag(hp.hellaswag, trainer.model.eval(), place)
-        log.write(score["line"])
-        log.record(**{name: score[name] for name in ("hellaswag", "tasks")})
-    if place.rank == 0:
-        finish(trainer, log, clock, result, recompiles)
-    return result["val_loss"]
+        clock.switch(None)
+        if trainer.stopping:
+            log.close()
+            log.write(f"stopped by {trainer.interrupted or 'another rank'} after step {step}; go on with "
+                      f"--resume={folder}")
+            return None
+        recompiles, trainer.model.attention = compiled_graphs() - graphs, "banded"  # the rest is not compiled
+        if hp.save_model:  # before the scores, which may take long
+            log.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=step,
+                                      val_loss=result["val_loss"], model=trainer.model.state_dict()))
+        log.close()
+        if hp.hellaswag:
+            score = score_hellaswag(hp.hellaswag, trainer.model.eval(), place)
+            log.write(score["line"])
+            log.record(**{name: score[name] for name in ("hellaswag", "tasks")})
+        if place.rank == 0:
+            finish(trainer, log, clock, result, recompiles)
+        return result["val_loss"]
 
 
 def resume(trainer: Trainer, clock: Clock) -> tuple[Path, int, tuple, list[str]]:
@@ -1820,11 +1824,6 @@ def state_of(trainer: Trainer, clock: Clock, step: int) -> dict:
 def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles: int) -> None:
     """The end of a run, for a person: loss, clocks, memory, a sample, where things are."""
     hp, val_loss, model_path = trainer.hp, result["val_loss"], log.folder / "model.pt"
-    if hp.save_model:
-        state = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=hp.num_steps,
-                     val_loss=val_loss, model=trainer.model.state_dict())
-        log.save("model.pt", state)
-        log.close()
     in_bytes = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     reached = "reached" if val_loss <= hp.target_loss else "not reached"
     log.write(f"final validation loss {val_loss:.4f}{in_bytes} (target {hp.target_loss} {reached}) after "
@@ -1885,6 +1884,10 @@ def main(arguments: list[str]) -> int:
         if not (dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))):
             raise
         os._exit(give_up(silent_ranks(error)))  # to take leave of a group that is stuck would get stuck too
+    except KeyboardInterrupt:  # before the first step; from then on they are heard there
+        if os.environ.get("RANK", "0") == "0":
+            print("stopped: there was nothing to save yet", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)
     finally:
         take_leave(finished)
 

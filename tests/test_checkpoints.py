@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from runs import SCRIPT, TINY, Result, make_data, run, write_shard
+from runs import ROOT, SCRIPT, TINY, Result, make_data, run, write_shard
 
 SIX = [*TINY, "--num_steps=6", "--val_every=2", "--batch_tokens=1536", "--save_every=2", "--keep_checkpoints=3"]
 
@@ -151,6 +152,61 @@ def test_a_signal_finishes_the_step_saves_and_stops(data, whole, tmp_path, capsy
     assert f"stopped by {number.name} after step 3" in capsys.readouterr().out
     assert train_gpt.main([*arguments, "--resume=auto"]) == 0
     assert steps(tmp_path / "s") == steps(whole) and equal(weights(tmp_path / "s"), weights(whole))
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_does_not_lose_it(data, tmp_path, monkeypatch):
+    """Such as the launcher's own, when the whole group was signalled and this rank was quick to stop."""
+    save, close, waiting = torch.save, train_gpt.Logger.close, threading.Event()
+
+    def interrupted(state, file):
+        if state["step"] == 6 and "muon" in state:
+            assert waiting.wait(60)
+            os.kill(os.getpid(), signal.SIGINT)
+        save(state, file)
+    monkeypatch.setattr(torch, "save", interrupted)
+    monkeypatch.setattr(train_gpt.Logger, "close", lambda self: (waiting.set(), close(self)))
+    assert train_gpt.main([*SIX, *data, f"--log_dir={tmp_path}", "--run_id=w"]) == 0
+    assert train_gpt.read_saved(tmp_path / "w" / "checkpoint_0000006.pt")["step"] == 6 and weights(tmp_path / "w")
+
+
+def test_a_signal_while_a_run_is_scored_does_not_lose_its_model(data, tmp_path, monkeypatch):
+    def interrupted(*_):
+        assert train_gpt.read_saved(tmp_path / "h" / "model.pt")["step"] == 6
+        os.kill(os.getpid(), signal.SIGINT)
+        return dict(line="HellaSwag accuracy", hellaswag=0.25, tasks=4)
+    monkeypatch.setattr(train_gpt, "read_hellaswag", lambda *_: None)
+    monkeypatch.setattr(train_gpt, "score_hellaswag", interrupted)
+    arguments = [*SIX, *data, f"--log_dir={tmp_path}", "--run_id=h", "--hellaswag=somewhere", "--save_every=0"]
+    assert train_gpt.main(arguments) == 0
+    assert "HellaSwag accuracy\nfinal validation loss" in (tmp_path / "h" / "log.txt").read_text()
+
+
+def test_what_is_being_written_when_a_run_gives_up_is_still_written(data, tmp_path, monkeypatch):
+    """By the time that the error is said, which makes the launcher end all ranks."""
+    save, give_up, told = torch.save, train_gpt.give_up, threading.Event()
+
+    def slow(state, file):
+        told.wait(1)
+        save(state, file)
+
+    def poisoned(self, batch, at):
+        if at == 2:
+            raise train_gpt.UserError("a loss that is not finite")
+        return step(self, batch, at)
+    step = train_gpt.Trainer.step
+    monkeypatch.setattr(torch, "save", slow)
+    monkeypatch.setattr(train_gpt.Trainer, "step", poisoned)
+    monkeypatch.setattr(train_gpt, "give_up", lambda why: (
+        told.set(), train_gpt.read_saved(tmp_path / "g" / "checkpoint_0000002.pt"), give_up(why))[-1])
+    assert train_gpt.main([*SIX, *data, f"--log_dir={tmp_path}", "--run_id=g"]) == 2
+
+
+def test_control_c_before_the_first_step_is_one_line(data):
+    code = ("import os, signal, sys, train_gpt\n"
+            "train_gpt.resume = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.exit(train_gpt.main(sys.argv[1:]))")
+    process = subprocess.run([sys.executable, "-c", code, *SIX, *data], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 128 + signal.SIGINT and process.stderr == "stopped: there was nothing to save yet\n"
 
 
 def test_a_full_disk_or_a_folder_that_is_gone_does_not_stop_training(data, whole, tmp_path, capsys):

@@ -111,7 +111,7 @@ def test_slurm_variables_give_nodes_rank_and_address(data, tmp_path):
     words = launched(tmp_path, *TINY, *data, commands={"scontrol": "echo first; sleep 0.2; seq 100000"}, NPROC="4",
                      SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_NODELIST="n[1-100001]", SLURM_JOB_ID="77")
     for expected in ("--nnodes=2", "--node_rank=1", "--nproc_per_node=4", "--rdzv_backend=c10d", "--rdzv_id=77",
-                     "--rdzv_endpoint=first:29500"):
+                     "--rdzv_endpoint=first:29500", "--shutdown-timeout=120"):
         assert expected in words, (expected, words)
 
 
