@@ -1107,6 +1107,7 @@ class Logger:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
+            make_latest(temporary, self.folder)
             os.replace(temporary, path)
             for old in checkpoints(self.folder)[:-keep] if keep else ():
                 old.unlink()
@@ -1182,28 +1183,43 @@ def read_saved(path: str | Path) -> dict:
         raise UserError(f"{path}: cannot be loaded ({one_line(error)})") from None
 
 
-def checkpoints(folder: Path, pattern: str = "checkpoint_*.pt") -> list[Path]:
+def checkpoints(folder: Path, pattern: str = "checkpoint_*.pt", *more: Path) -> list[Path]:
     """The latest last: by the time of writing, for a run may have gone back to an earlier step."""
-    return sorted(folder.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    files = (path for path in {*folder.glob(pattern), *more} if path.is_file())
+    return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def make_latest(path: Path, folder: Path) -> None:
+    """Whatever the clock says: it may have been set back, or have been ahead on another machine."""
+    now = max([time.time_ns(), *(other.stat().st_mtime_ns + 1 for other in checkpoints(folder))])
+    os.utime(path, ns=(now, now))
 
 
 def find_run(hp: Hyperparameters, restarted: bool) -> tuple[Path, Path | None, list[str]]:
     """(the run's folder, the checkpoint to go on from, what to say of it), without those that are damaged."""
     logs, named, notes = Path(hp.log_dir), Path(hp.resume), []
     job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
+    if job == "none":  # torchrun's default, of any number of runs at a time
+        job = f"{zlib.crc32(f'{platform.node()} {os.getppid()}'.encode()):08x}"  # its own process
     new = logs / f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}"
     by_path = hp.resume not in ("", "auto")
+    one_file = by_path and not named.is_dir()
     folder = ((named if named.is_dir() else named.parent) if by_path else logs / hp.run_id if hp.run_id else
               max(logs.glob(f"*_{job}"), default=new) if restarted else new)
     anywhere = hp.resume == "auto" and not hp.run_id and not restarted
-    found = checkpoints(logs, "*/checkpoint_*.pt") if anywhere else checkpoints(folder)
+    found = checkpoints(logs, "*/checkpoint_*.pt") if anywhere else (
+        checkpoints(folder, "checkpoint_*.pt", *[named] * one_file))
     if found and not (hp.resume or restarted):
         raise UserError(f"--run_id={hp.run_id}: {folder} has checkpoints; add --resume=auto, or rename it")
-    if named in found and not restarted:
-        found = found[:found.index(named) + 1]
+    if one_file and not restarted:
+        found = found[:found.index(named) + 1] if named in found else [named]
     for path in reversed(found):
         try:
-            return path.parent, path, [*notes, f"going on from {path}, step {read_saved(path)['step']}"]
+            notes.append(f"going on from {path}, step {read_saved(path)['step']}")
+            if one_file and not restarted:
+                with contextlib.suppress(OSError):
+                    make_latest(path, folder)  # a restart goes on from here too, not from a later step
+            return path.parent, path, notes
         except UserError as error:
             notes.append(f"passed over {error}")
     if by_path:
@@ -1765,7 +1781,7 @@ def resume(trainer: Trainer, clock: Clock) -> tuple[Path, int, tuple, list[str]]
     hp, place = trainer.hp, trainer.place
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     chosen = [find_run(hp, restarted) if place.rank == 0 else (Path(), None, [])]
-    if place.world_size > 1 and (hp.resume or restarted):
+    if place.world_size > 1:  # a machine that came later does not know that the group was restarted
         dist.broadcast_object_list(chosen)
     folder, path, notes = chosen[0]
     if path is None:

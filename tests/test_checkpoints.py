@@ -119,6 +119,42 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(data, whole, c
     assert equal(weights(folder), weights(whole))
 
 
+def test_a_clock_that_was_ahead_loses_no_checkpoint(data, cut):
+    folder = cut(2)
+    os.utime(folder / "checkpoint_0000002.pt", (4e9, 4e9))
+    assert train_gpt.main([*SIX, *data, f"--resume={folder}", "--save_every=1", "--keep_checkpoints=2"]) == 0
+    assert [path.name[-4] for path in train_gpt.checkpoints(folder)] == ["5", "6"]
+
+
+def test_the_checkpoint_that_was_named_is_taken_or_refused(data, cut, capsys):
+    """Whatever it is called, and not another one of its folder."""
+    folder = cut(6)
+    (folder / "checkpoint_0000009.pt").symlink_to("nowhere")
+    shutil.copy(folder / "checkpoint_0000002.pt", folder / "good.pt")
+    arguments = [*SIX, *data, f"--resume={folder}/good.pt", "--save_every=0"]
+    assert train_gpt.main([*arguments, f"--resume={folder}/checkpoint_0000003.pt"]) == 2
+    assert "checkpoint_0000003.pt: cannot be loaded (FileNotFoundError" in capsys.readouterr().err
+    assert train_gpt.main(arguments) == 0
+    assert f"going on from {folder}/good.pt, step 2" in capsys.readouterr().out
+    hp = train_gpt.parse_command_line(arguments)
+    assert train_gpt.find_run(hp, restarted=True)[1] == folder / "good.pt"  # killed before it saved anything
+    hp.resume = f"{folder}/checkpoint_0000004.pt"
+    assert train_gpt.find_run(hp, restarted=False)[1] == train_gpt.find_run(hp, restarted=True)[1] == Path(hp.resume)
+
+
+def test_a_restart_finds_its_own_run_among_others_of_torchrun(data, cut, monkeypatch):
+    folder = cut(6)
+    hp = train_gpt.parse_command_line([*SIX, *data, f"--log_dir={folder.parent}"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # when torchrun is given no other
+    own = train_gpt.find_run(hp, restarted=False)[0]
+    own.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getppid", lambda: 1)
+        other = train_gpt.find_run(hp, restarted=False)[0]
+    folder.rename(other.with_name(f"9999{other.name}"))
+    assert train_gpt.find_run(hp, restarted=True)[:2] == (own, None)
+
+
 def test_changed_hyperparameters_are_listed_or_refused(data, cut, capsys):
     folder = cut(4)
     arguments = [*SIX, *data, f"--resume={folder}", "--muon_rate=0.01", "--head_rate=0.5", "--log_every=2"]
