@@ -841,8 +841,11 @@ class Shard:
 
     @cached_property
     def pages(self) -> mmap.mmap:
-        with open(self.path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with contextlib.suppress(OSError, ValueError), open(self.path, "rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if len(pages) == HEADER_BYTES + 2 * self.num_tokens:
+                return pages
+        raise UserError(f"{self.path}: gone, or not as it was when the run began; fetch or make it again")
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         out[:] = np.frombuffer(self.pages, "<u2", len(out), HEADER_BYTES + 2 * start)
@@ -863,7 +866,8 @@ def read_manifest(folder: Path) -> dict:
         if not (manifest["format"] == 1 and manifest["complete"]):
             raise UserError(f"{path}: not complete, or of another format; run the script that made it again")
         shards = {entry["file"]: (entry["tokens"], entry["text_bytes"]) for entry in manifest["shards"]}
-        if not all(type(number) in (int, type(None)) for numbers in shards.values() for number in numbers):
+        if not all(number is None or type(number) is int and 0 <= number < 2**63
+                   for numbers in shards.values() for number in numbers):
             raise ValueError("a number of tokens or of bytes is none")
         return manifest | dict(shards=shards)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -885,7 +889,7 @@ def check_manifest(hp: Hyperparameters, shards: list[Shard]) -> float | None:
         if held != shard.num_tokens:
             raise UserError(f"{path}: holds {shard.num_tokens} tokens, its manifest says {held}; remake it")
         tokens, text_bytes = tokens + held, None if text is None or text_bytes is None else text_bytes + text
-    return text_bytes / tokens if text_bytes else None
+    return text_bytes / tokens if text_bytes and tokens else None
 
 
 class Loader:
@@ -1171,13 +1175,19 @@ def read_saved(path: str | Path) -> dict:
     """A checkpoint or a model, without anything that could run; tensors stay on the disk until used."""
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type for entry in archive.infolist()):  # a little could become a lot
+                raise ValueError("it is compressed")
             if damaged := archive.testzip():  # torch.load itself compares no checksums
                 raise ValueError(f"the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        state["hyperparameters"].items(), state["model"].items()  # at least they are dictionaries
+        names, values = zip(*state["hyperparameters"].items())
+        plain = [x for value in values for x in (value if type(value) is tuple else (value,))]
         numbers = [state["step"], state.get("index", 0), *state.get("sizes", (0, 0))]
-        if state["format"] != CHECKPOINT_FORMAT or [type(x) is int and x >= 0 for x in numbers] != [True] * 4:
+        if (state["format"] != CHECKPOINT_FORMAT or not isinstance(state["model"], dict)
+                or {*map(type, names), *map(type, plain)} - {str, int, float, bool, type(None)}
+                or [type(x) is int and 0 <= x < 2**63 for x in numbers] != [True] * 4):
             raise ValueError(f"its format is not {CHECKPOINT_FORMAT}")
+        repr(plain)  # which a number of a million digits would not survive later
         return state
     except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
         raise UserError(f"{path}: cannot be loaded ({one_line(error)})") from None
@@ -1362,7 +1372,7 @@ def read_hellaswag(folder: str, hp: Hyperparameters) -> tuple[str, list[np.ndarr
         tasks = read_manifest(Path(folder))["tasks"]
         assert len(rows) == 4 * len(tasks) > 0 and tokens.max() < hp.vocab_size
         assert all(0 < tasks[n // 4][0] < len(row) for n, row in enumerate(rows))
-        assert all(label in range(4) for _, label in tasks)
+        assert all(label in range(4) and type(context) is int for context, label in tasks)
     except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
         raise UserError(f"--hellaswag={folder}: tasks and tokens do not fit ({type(error).__name__}); make "
                         "it again with python data/hellaswag.py") from None
@@ -1633,12 +1643,13 @@ class Trainer:
 
         adam, muon = self.optimizers
         mine = {p for group in muon.param_groups for _, own in muon.chunks(group) for p in own}
+        adams = {p for group in adam.param_groups for p in group["params"]}
         try:
             self.model.load_state_dict(state["model"])
             for name, p in self.model.named_parameters():
                 if p in mine:
                     muon.state[p]["momentum_buffer"] = fitted(state["muon"][name], p)
-                elif name in state["adam"]:
+                elif p in adams:
                     likes = dict(step=torch.zeros((), device=p.device), exp_avg=p, exp_avg_sq=p)
                     adam.state[p] = {key: fitted(state["adam"][name][key], likes[key]) for key in likes}
             self.train_data.index = state["index"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -403,12 +404,13 @@ def fuzz_checkpoint(folder: Path, changes: list, content: bytes, trainer: train_
     state = read_or_refused(lambda: train_gpt.read_saved(path))
     if state is None:
         state = torch.load(io.BytesIO(content), weights_only=True)
-        holders = [state, state["model"], state["adam"]["embed.weight"], state["muon"], state["hyperparameters"]]
+        holders = [state, state["model"], state["adam"], state["adam"]["embed.weight"], state["muon"],
+                   state["hyperparameters"]]
         for where, _, new in changes:
             holder = holders[new[0] % len(holders)]
             name = sorted(holder)[int(where * len(holder))] if holder else ""
             number = int.from_bytes(new, "little", signed=True)
-            values = [number, 1 << 60, float("nan"), "text", None, torch.zeros(3), [], {}]
+            values = [number, 1 << 20_000, float("nan"), "text", None, torch.zeros(3), [], {}]
             if new[-1] % 9 == 8:
                 holder.pop(name, None)
             else:
@@ -457,3 +459,52 @@ def test_a_model_that_claims_to_be_huge_takes_no_memory(whole, tmp_path):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         read_or_refused(lambda: train_gpt.load_model(str(tmp_path / "huge.pt"), train_gpt.Place()))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024, claim
+
+
+def test_a_checkpoint_that_would_swell_is_refused(whole, tmp_path):
+    """Compressed, or a list of twice the same list of twice the same …; and one without the state of a parameter."""
+    import resource
+    with zipfile.ZipFile(whole / "checkpoint_0000004.pt") as good, zipfile.ZipFile(tmp_path / "zip.pt", "w") as bomb:
+        for entry in good.infolist():
+            more, how = (bytes(2**29), zipfile.ZIP_DEFLATED) if entry.filename.endswith("data.pkl") else (b"", None)
+            bomb.writestr(entry.filename, good.read(entry) + more, how)
+    state, twice = torch.load(whole / "checkpoint_0000004.pt", weights_only=True), []
+    for _ in range(60):
+        twice = [twice, twice]
+    torch.save(state | dict(hyperparameters=state["hyperparameters"] | dict(seed=twice)), tmp_path / "twice.pt")
+    torch.save(state | dict(step=10**5000), tmp_path / "digits.pt")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for name in ("zip", "twice", "digits"):
+        with pytest.raises(train_gpt.UserError, match=f"{name}.pt: cannot be loaded"):
+            train_gpt.read_saved(tmp_path / f"{name}.pt")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+
+
+def test_a_checkpoint_without_the_state_of_a_parameter_is_refused(data, whole):
+    hp = train_gpt.parse_command_line([*SIX, *data])
+    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
+    for kind, name in (("adam", "head.weight"), ("muon", "blocks.0.up.weight")):
+        state = torch.load(whole / "checkpoint_0000004.pt", weights_only=True)
+        del state[kind][name]
+        with pytest.raises(train_gpt.UserError, match=f"does not fit this training .KeyError: '{name}'"):
+            trainer.restore(state, train_gpt.Clock(trainer.place.device))
+
+
+@pytest.mark.parametrize("tokens, text_bytes", [(3000, 10**400), (3000, -5), (0, 9)])
+def test_a_manifest_with_impossible_numbers_is_refused_or_gives_no_ratio(tmp_path, tokens, text_bytes):
+    path = write_shard(tmp_path / "a.bin", torch.arange(tokens).numpy() % 64)
+    (tmp_path / "manifest.json").write_text(json.dumps(dict(
+        format=1, complete=True, vocab_size=64, document_token=63,
+        shards=[dict(file="a.bin", tokens=tokens, text_bytes=text_bytes)])))
+    hp = train_gpt.parse_command_line(TINY)
+    assert read_or_refused(lambda: train_gpt.check_manifest(hp, [train_gpt.Shard(str(path))])) is None
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_bytes(b""),
+                                    lambda path: write_shard(path, torch.arange(300).numpy() % 64)])
+def test_a_shard_that_goes_or_changes_after_the_start_is_named(tmp_path, change):
+    path = write_shard(tmp_path / "a.bin", torch.arange(3000).numpy() % 64)
+    loader = train_gpt.Loader(str(path), 512, 256, vocab_size=64)
+    change(path)
+    with pytest.raises(train_gpt.UserError, match="a.bin: gone, or not as it was when the run began"):
+        loader.next_batch()

@@ -1,5 +1,6 @@
 """The trainer's side of the data: manifests, the token budget, epochs; HellaSwag's score."""
 import json
+import re
 
 import numpy as np
 import pytest
@@ -160,7 +161,9 @@ def test_the_score_of_a_checkpoint_is_the_same_on_any_number_of_ranks(tmp_path):
     lambda folder: write_manifest(folder, [(folder / "hellaswag_val_000000.bin", 7, 7)]),
     lambda folder: (folder / "hellaswag_val_000000.bin").unlink(),
     lambda folder: (folder / "manifest.json").write_text(
-        (folder / "manifest.json").read_text().replace('"tasks": [[', '"tasks": [[999, 1], ['))])
+        (folder / "manifest.json").read_text().replace('"tasks": [[', '"tasks": [[999, 1], [')),
+    lambda folder: (folder / "manifest.json").write_text(  # a context of 4.0 tokens
+        re.sub(r'"tasks": \[\[(\d+)', r'"tasks": [[\1.0', (folder / "manifest.json").read_text()))])
 def test_damaged_tasks_are_refused(tmp_path, break_it):
     write_tasks(tmp_path)
     break_it(tmp_path)
