@@ -1518,16 +1518,27 @@ def start_up(place: Place, hp: Hyperparameters) -> None:
         torch.use_deterministic_algorithms(True)  # bit-for-bit repeatable; on CUDA it would cost speed
         torch.utils.deterministic.fill_uninitialized_memory = False
     if place.world_size > 1:
-        of, store = os.environ, None
-        patience = hp.timeout + 60 * (place.device.type == "cuda")  # `summed` first: it names ranks
-        if of.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and of["GROUP_WORLD_SIZE"] == "1":
-            # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
-            store = dist.TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]))
-            store = dist.PrefixStore(f"attempt{of['TORCHELASTIC_RESTART_COUNT']}", store)
+        join_group(place, hp)
+
+
+def join_group(place: Place, hp: Hyperparameters) -> None:
+    """A rank that does not come is named, as is one that later stops answering."""
+    of, store = os.environ, None
+    patience = hp.timeout + 60 * (place.device.type == "cuda")  # `summed` first: it names ranks
+    if of.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and of["GROUP_WORLD_SIZE"] == "1":
+        # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
+        store = dist.TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]))
+        store = dist.PrefixStore(f"attempt{of['TORCHELASTIC_RESTART_COUNT']}", store)
+        store.set(f"came{place.rank}", "")
+    try:
         dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo", store=store,
                                 rank=place.rank, world_size=place.world_size,
                                 timeout=datetime.timedelta(seconds=patience),
                                 device_id=place.device if place.device.type == "cuda" else None)
+    except dist.DistError as error:
+        late = [str(rank) for rank in range(place.world_size) if store and not store.check([f"came{rank}"])]
+        raise UserError(f"rank {' and '.join(late) or 'unknown'} did not come in --timeout={hp.timeout:g} s "
+                        f"({one_line(error)}); look at its machine, or wait longer") from None
 
 
 def summed(values: Tensor, place: Place) -> list:

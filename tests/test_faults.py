@@ -3,10 +3,12 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -29,8 +31,18 @@ def undisturbed(data) -> Result:
     return trained([*LONG, *data], "undisturbed", ranks=2)
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    for run in Run.started:
+        if run.process.poll() is None:  # the test failed
+            run.kill_all()
+    Run.started.clear()
+
+
 class Run:
     """A run in the background, its output in a file that can be read meanwhile."""
+    started = []
 
     def __init__(self, data: list[str], name: str, *options: str, command: list[str] | None = None, ranks: int = 2,
                  restarts: int = 0, script: Path = SCRIPT, base: list[str] = LONG, **variables):
@@ -42,12 +54,13 @@ class Run:
         self.process = subprocess.Popen([*command, *base, *data, f"--run_id={name}", *options], start_new_session=True,
                                         stdout=open(self.path, "w"), stderr=subprocess.STDOUT,
                                         env=os.environ | {"OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR"} | variables)
+        self.started.append(self)
 
     @property
     def output(self) -> str:
         return self.path.read_text()
 
-    def until(self, text: str, timeout: float = 120) -> None:
+    def until(self, text: str, timeout: float = 600) -> None:
         deadline = time.monotonic() + timeout
         while not re.search(text, self.output):
             assert time.monotonic() < deadline and self.process.poll() is None, self.output
@@ -57,12 +70,12 @@ class Run:
         """The process of each rank, among the launcher's children."""
         found = {}
         for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            variables = dict(entry.split("=", 1) for entry in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in entry)
-            if "RANK" in variables:
-                found[int(variables["RANK"])] = int(child)
+            with contextlib.suppress(OSError):  # it may have ended since
+                entries = Path(f"/proc/{child}/environ").read_text().split("\0")
+                found |= {int(entry[5:]): int(child) for entry in entries if entry.startswith("RANK=")}
         return found
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 600) -> int:
         return self.process.wait(timeout)
 
     def kill_all(self) -> None:
@@ -71,15 +84,35 @@ class Run:
             os.kill(pid, signal.SIGKILL)
 
 
+def waiting_copy(folder: Path, step: int, until: str = "self.interrupted") -> Path:
+    """The trainer and its launcher, but every rank waits before a step until it is signalled or folder/go is there.
+
+    What a test does meanwhile is done in the middle of the run, however slow the machine.
+    """
+    gate = f"""
+without_waiting = Trainer.step
+def waiting(self, batch, number):
+    while number == {step} and not ({until}) and not Path({str(folder / "go")!r}).exists():
+        time.sleep(0.01)
+    return without_waiting(self, batch, number)
+Trainer.step = waiting
+"""
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "train_gpt.py").write_text(SCRIPT.read_text().replace("\nif __name__ ==", f"{gate}\nif __name__ =="))
+    return folder
+
+
 def same(folder: Path, other: Result) -> None:
     result = Result(folder, subprocess.CompletedProcess([], 0, ""))
     assert result.train_losses == other.train_losses and result.val_losses == other.val_losses
 
 
-def test_a_signal_to_one_rank_stops_all_after_a_checkpoint_and_a_second_run_finishes(data, undisturbed):
-    run = Run(data, "term", "--save_every=0")
+def test_a_signal_to_one_rank_stops_all_after_a_checkpoint_and_a_second_run_finishes(data, undisturbed, tmp_path):
+    run = Run(data, "term", "--save_every=0", script=waiting_copy(tmp_path, 7) / "train_gpt.py")
     run.until("step:7/30 train_loss")
     os.kill(run.ranks()[1], signal.SIGTERM)
+    (tmp_path / "go").touch()
     assert run.wait() == 0, run.output
     assert re.search(r"stopped by another rank after step (\d+); go on with --resume=", run.output)
     saved = list(run.folder.glob("checkpoint_*"))
@@ -89,47 +122,75 @@ def test_a_signal_to_one_rank_stops_all_after_a_checkpoint_and_a_second_run_fini
     assert result.train_losses == pytest.approx(undisturbed.train_losses, abs=1e-4)
 
 
-def test_a_signal_to_the_launcher_reaches_the_ranks(data):
+def test_a_signal_to_the_launcher_reaches_the_ranks(data, tmp_path):
     """SLURM's word before it takes the machines away."""
-    run = Run(data, "usr1", "--save_every=0", command=[str(ROOT / "run.sh")], PYTHON=sys.executable, NPROC="2")
+    run = Run(data, "usr1", "--save_every=0", command=[str(waiting_copy(tmp_path, 5) / "run.sh")], PYTHON=sys.executable,
+              NPROC="2")
     run.until("step:5/30 train_loss")
     run.process.send_signal(signal.SIGUSR1)
-    assert run.wait(30) == 128 + signal.SIGUSR1, run.output
-    assert "stopped by SIGUSR1 after step" in run.output and "Traceback" not in run.output
+    assert run.wait() == 128 + signal.SIGUSR1, run.output
+    assert "stopped by SIGUSR1 after step 6" in run.output and "Traceback" not in run.output
     assert len(list(run.folder.glob("checkpoint_*.pt"))) == 1
 
 
-def test_a_second_signal_ends_the_process_at_once(tmp_path):
-    """In a step that takes minutes; a signal within a second of the first is the same one, come by another way."""
-    data = make_data(tmp_path, tokens=2_200_000)
-    run = Run(data, "second", "--num_steps=1", "--batch_tokens=2097152", "--val_every=1", "--cooldown=1", ranks=1)
-    run.until("step:0/1 val_loss")
-    for pause in (0.2, 1.2, 0.0):
-        assert run.process.poll() is None
+def test_a_second_signal_ends_the_process_at_once(data, tmp_path):
+    """In a step that would never end."""
+    run = Run(data, "second", script=waiting_copy(tmp_path, 0, until="False") / "train_gpt.py", ranks=1)
+    run.until("step:0/30 val_loss")
+    deadline = time.monotonic() + 600
+    while run.process.poll() is None and time.monotonic() < deadline:
         run.process.send_signal(signal.SIGUSR1)
-        time.sleep(pause)
-    assert run.wait(5) == 128 + signal.SIGUSR1 and not list(run.folder.glob("checkpoint*"))
+        time.sleep(0.3)
+    assert run.wait(1) == 128 + signal.SIGUSR1 and not list(run.folder.glob("checkpoint*"))
 
 
-def test_torchrun_restarts_a_killed_rank_and_nothing_is_lost(data, undisturbed):
-    run = Run(data, "killed", restarts=3)
-    run.until(f"step:{random.randint(5, 20)}/30 train_loss")
+def test_a_signal_within_a_second_of_the_first_is_the_same_one_come_by_another_way(monkeypatch):
+    now, ended = [100.0], []
+    monkeypatch.setattr(train_gpt, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    trainer = types.SimpleNamespace(interrupted="")
+    with train_gpt.listening_to_signals(trainer):
+        for at, expected in ((100.0, []), (100.9, []), (101.1, [128 + signal.SIGUSR1])):
+            now[0] = at
+            signal.raise_signal(signal.SIGUSR1)
+            assert trainer.interrupted == "SIGUSR1" and ended == expected
+
+
+def test_torchrun_restarts_a_killed_rank_and_nothing_is_lost(data, undisturbed, tmp_path):
+    step = random.randint(5, 20)
+    run = Run(data, "killed", restarts=3, script=waiting_copy(tmp_path, step) / "train_gpt.py")
+    run.until(f"step:{step}/30 train_loss")
     os.kill(random.choice(list(run.ranks().values())), signal.SIGKILL)
+    (tmp_path / "go").touch()
     assert run.wait() == 0, run.output
     same(run.folder, undisturbed)
     assert run.output.count("going on from") == 1 and "Traceback" not in run.output
 
 
-def test_a_rank_that_stops_answering_is_named(data):
-    run = Run(data, "stuck", "--timeout=3")
+def test_a_rank_that_stops_answering_is_named(data, tmp_path):
+    run = Run(data, "stuck", "--timeout=20", script=waiting_copy(tmp_path, 3) / "train_gpt.py")
     run.until("step:3/30 train_loss")
     stuck = run.ranks()[1]
     os.kill(stuck, signal.SIGSTOP)
-    started = time.monotonic()
-    run.until("error: rank 1 stopped answering", 30)
-    assert time.monotonic() - started < 20
+    (tmp_path / "go").touch()
+    run.until("error: rank 1 stopped answering")
     os.kill(stuck, signal.SIGKILL)  # which torchrun does itself after half a minute
     assert run.wait() != 0 and "Traceback" not in run.output.partition("torch/distributed")[0], run.output
+
+
+def test_a_rank_that_does_not_come_is_named(data, tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import train_gpt
+while os.environ["RANK"] == "1":
+    time.sleep(1)
+sys.exit(train_gpt.main(sys.argv[1:]))
+""")
+    run = Run(data, "late", "--timeout=3", script=script)
+    assert run.wait() != 0
+    assert "error: rank 1 did not come in --timeout=3 s" in run.output, run.output
 
 
 def test_ranks_that_drift_apart_are_stopped_at_the_next_validation(data, tmp_path):
@@ -170,22 +231,23 @@ sys.exit(train_gpt.main(sys.argv[1:] + ["--muon_rate=0.03"] * (os.environ["RANK"
     assert "error: rank 1 differs from rank 0, first in the hyperparameters" in run.output and "step:" not in run.output
 
 
-def test_a_machine_that_is_lost_and_comes_back_goes_on(data, undisturbed):
-    port = str(free_port())
+def test_a_machine_that_is_lost_and_comes_back_goes_on(data, undisturbed, tmp_path):
+    port, launcher = str(free_port()), str(waiting_copy(tmp_path, 9) / "run.sh")
 
     def machine(number: int) -> Run:
-        return Run(data, "machines", "--resume=auto", command=[str(ROOT / "run.sh")], PYTHON=sys.executable, NNODES="2",
+        return Run(data, "machines", "--resume=auto", command=[launcher], PYTHON=sys.executable, NNODES="2",
                    NODE_RANK=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NPROC="1", MAX_RESTARTS="3")
 
     first = machine(0)
     while subprocess.run(["bash", "-c", f": < /dev/tcp/127.0.0.1/{port}"], stderr=subprocess.DEVNULL).returncode:
+        assert first.process.poll() is None, first.output
         time.sleep(0.2)  # the first to come keeps the store; the one that is lost must be the other
     second = machine(1)
-    deadline = time.monotonic() + 60
     while not any("step:9/30" in run.output for run in (first, second)):  # either may be rank 0
-        assert time.monotonic() < deadline, first.output + second.output
+        assert first.process.poll() is second.process.poll() is None, first.output + second.output
         time.sleep(0.05)
     second.kill_all()
+    (tmp_path / "go").touch()
     again = machine(1)
     assert first.wait() == again.wait() == 0, first.output + again.output
     assert "going on from" in first.output + again.output
