@@ -50,7 +50,7 @@ def start(script: str, *arguments, env: dict | None = None, **more) -> subproces
 
 def run(script: str, *arguments, env: dict | None = None, **more) -> subprocess.CompletedProcess:
     command = [sys.executable, str(DATA / script), *map(str, arguments)]
-    return subprocess.run(command, env=env or environment(), capture_output=True, text=True, timeout=120,
+    return subprocess.run(command, env=env or environment(), capture_output=True, text=True, timeout=600,
                           **more)
 
 
@@ -79,7 +79,7 @@ def crash(steps: int, script: str, *arguments, env: dict | None = None, prepare:
     """Run a script and kill it at a step; returns whether it lived that long."""
     program = CRASHING.replace("{prepare}", prepare)
     command = [sys.executable, "-c", program, str(steps), str(DATA / script), *map(str, arguments)]
-    done = subprocess.run(command, env=env or environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env or environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode in (0, -9), done.stderr
     return done.returncode == -9
 
@@ -89,7 +89,7 @@ class LocalHub:
 
     a number: that HTTP status; "reset": the connection breaks half way; "short": it ends half way; "wrong": a
     byte is changed; "whole": a request for the rest is answered with the whole; "slow": half a second for
-    every 256 KiB.
+    every 16 KiB.
     """
 
     def __init__(self, repo: str, files: dict[str, bytes], faults: dict[str, list] | None = None):
@@ -203,9 +203,10 @@ class Answers(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
-        for start in range(0, len(body), 1 << 18):
-            time.sleep(0.5 if fault == "slow" else 0)
+        piece, pause = (1 << 14, 0.5) if fault == "slow" else (1 << 18, 0)
+        for start in range(0, len(body), piece):
+            time.sleep(pause)
             try:
-                self.wfile.write(body[start:start + (1 << 18)])
+                self.wfile.write(body[start:start + piece])
             except (BrokenPipeError, ConnectionResetError):  # the script was killed
                 return

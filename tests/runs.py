@@ -36,7 +36,7 @@ def make_data(folder: Path, vocab_size: int = 64, tokens: int = 20_000, document
     return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", f"--log_dir={folder}/logs"]
 
 
-def run(arguments: list[str], ranks: int = 1, timeout: int = 300, cwd: Path = ROOT, **variables) -> subprocess.CompletedProcess:
+def run(arguments: list[str], ranks: int = 1, timeout: int = 900, cwd: Path = ROOT, **variables) -> subprocess.CompletedProcess:
     """The trainer in one process, or under torchrun itself with several."""
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

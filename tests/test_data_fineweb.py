@@ -49,10 +49,9 @@ def test_fetches_the_first_shards_and_says_what_they_are(tmp_path):
             assert entry["split"] == ("val" if entry["file"] == VAL else "train")
             assert entry["text_bytes"] is None  # no vocabulary in this test
         asked = len(hub.requests)
-        began = time.monotonic()
         again = run("fineweb.py", 2, f"--out={tmp_path}", env=hub.env())
         assert again.returncode == 0 and "already complete" in again.stdout
-        assert len(hub.requests) == asked and time.monotonic() - began < 5
+        assert len(hub.requests) == asked
         assert run("fineweb.py", 3, f"--out={tmp_path}", env=hub.env()).returncode == 0
         assert_complete(tmp_path, files, files)
         assert len(hub.asked(FIRST)) == 1  # what was there is not fetched again
@@ -133,13 +132,14 @@ def test_kill_leaves_the_first_so_many_shards_and_the_next_run_goes_on(tmp_path)
     with LocalHub(REPO, files, {FIRST: ["slow"]}) as hub:
         process = start("fineweb.py", 3, f"--out={tmp_path}", env=hub.env())
         began = time.monotonic()
-        partial = tmp_path / (FIRST + ".tmp")
-        while not (partial.exists() and partial.stat().st_size and (tmp_path / VAL).exists()):
-            assert time.monotonic() - began < 60 and process.poll() is None, process.communicate()
+        partial, *others = (tmp_path / f"{name}.tmp" for name in (FIRST, SECOND, THIRD))
+        while not (partial.exists() and partial.stat().st_size and (tmp_path / VAL).exists()
+                   and all(path.exists() and path.stat().st_size == len(files[FIRST]) for path in others)):
+            assert time.monotonic() - began < 600 and process.poll() is None, process.communicate()
             time.sleep(0.02)
         process.kill()
         process.wait()
-        # Shards 2 and 3 arrived long ago: without 1 they must not look like the beginning of the data.
+        # Shards 2 and 3 have arrived: without 1 they must not look like the beginning of the data.
         assert {path.name for path in tmp_path.glob("*.bin")} == {VAL}
         assert not manifest_of(tmp_path)["complete"]
         reached = partial.stat().st_size

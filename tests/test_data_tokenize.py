@@ -214,7 +214,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
                                f"--out={tmp_path / 'x'}",
                                "--tokenizer=bytes", "--processes=1", "--val=0"], stdin=feed.stdout,
                               env=environment(),
-                              capture_output=True, text=True, timeout=120)
+                              capture_output=True, text=True, timeout=600)
         feed.stdout.close()
         assert feed.wait() == 0 and done.returncode == 0, done.stderr
         peaks.append(int(done.stderr.split("VmHWM:")[1].split()[0]))
@@ -339,7 +339,7 @@ def test_kill_ends_the_processes_too_and_the_next_run_finishes(tmp_path):
                     "--processes=2", "--separator=\\n", stdin=subprocess.PIPE)
     children, began = set(), time.monotonic()
     while len(children) < 2:  # standard input stays open, so the script waits with its processes running
-        assert process.poll() is None and time.monotonic() - began < 60
+        assert process.poll() is None and time.monotonic() - began < 600
         process.stdin.write("line\n" * 100_000)
         process.stdin.flush()
         listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -347,7 +347,7 @@ def test_kill_ends_the_processes_too_and_the_next_run_finishes(tmp_path):
     process.kill()
     process.wait()
     while any(os.path.exists(f"/proc/{pid}") for pid in children):
-        assert time.monotonic() - began < 60, "processes outlive the script"
+        assert time.monotonic() - began < 600, "processes outlive the script"
         time.sleep(0.05)
     assert not list((tmp_path / "out").glob("*.bin")) and not (tmp_path / "out" / "manifest.json").exists()
     process.stdin.close()

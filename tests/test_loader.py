@@ -178,7 +178,7 @@ def test_the_next_batch_is_read_ahead_of_being_asked_for(make_shards):
     loader = Loader(make_shards(*numbered(6000)), SEQUENCE, SEQUENCE)
     loader.next_batch()
     (index, ahead), = loader.ahead.items()
-    assert index == 1 and ahead.result(timeout=10)[0, 0, 0] == SEQUENCE
+    assert index == 1 and ahead.result(timeout=600)[0, 0, 0] == SEQUENCE
 
 
 def test_batches_do_not_share_memory(make_shards):
@@ -241,7 +241,7 @@ def test_resident_memory_stays_flat_on_a_large_shard(tmp_path):
     write_shard(path, [], claimed=tokens)
     os.truncate(path, 1024 + 2 * tokens)
     program = MEMORY.format(root=os.path.dirname(train_gpt.__file__), pattern=str(path))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     contiguous, segments = map(json.loads, done.stdout.splitlines())
     for report in (contiguous, segments):
