@@ -1410,6 +1410,7 @@ class Place:
     why_not_compiled: str = ""
     timeout: float = 600.0                      # seconds that a collective may take
     tiles: dict | None = None                   # of FlexAttention's kernels; None: Inductor's own
+    launcher: int = 0                           # process of torchrun, where it is the only one; 0: none
 
 
 def memory_needed(hp: Hyperparameters, place: Place) -> tuple[float, float]:
@@ -1453,7 +1454,8 @@ def find_place(hp: Hyperparameters) -> Place:
         tiles = flex_tiles(shared, padded_head * dtype.itemsize)
     return Place(rank, world_size, device, dtype,
                  pick_dtype(hp.muon_dtype, bf16 or cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
-                 attention, compiled, why_not, hp.timeout, tiles)
+                 attention, compiled, why_not, hp.timeout, tiles,
+                 os.getppid() * (os.environ.get("GROUP_WORLD_SIZE") == "1"))
 
 
 def pick_dtype(name: str, has_bf16: bool) -> torch.dtype:
@@ -1613,6 +1615,8 @@ class Trainer:
                 loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
                                              foreach=self.place.device.type != "mps")
+        if self.place.launcher not in (0, os.getppid()):  # or it would train on unseen, beside its successor
+            self.interrupted = self.interrupted or "the end of its launcher"
         stop = torch.full_like(mean, bool(self.interrupted))  # every rank hears of it in the same step
         values = summed(torch.stack((mean, norm.float(), stop)), self.place)
         loss, norm, self.stopping = (value / self.place.world_size for value in values)

@@ -167,6 +167,20 @@ def test_torchrun_restarts_a_killed_rank_and_nothing_is_lost(data, undisturbed, 
     assert run.output.count("going on from") == 1 and "Traceback" not in run.output
 
 
+def test_ranks_whose_launcher_is_killed_save_and_stop(data, tmp_path):
+    """Or they would go on unseen, and write where the next run that is told to resume writes."""
+    run = Run(data, "orphans", "--save_every=0", script=waiting_copy(tmp_path, 3) / "train_gpt.py")
+    run.until("step:3/30 train_loss")
+    run.process.kill()
+    run.process.wait()
+    (tmp_path / "go").touch()
+    deadline = time.monotonic() + 600
+    while "stopped by the end of its launcher after step 4" not in run.output:
+        assert time.monotonic() < deadline and "step:5/30" not in run.output, run.output
+        time.sleep(0.02)
+    assert [path.name for path in run.folder.glob("checkpoint*")] == ["checkpoint_0000004.pt"]
+
+
 def test_a_rank_that_stops_answering_is_named(data, tmp_path):
     run = Run(data, "stuck", "--timeout=20", script=waiting_copy(tmp_path, 3) / "train_gpt.py")
     run.until("step:3/30 train_loss")
