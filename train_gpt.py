@@ -1214,9 +1214,10 @@ def find_run(hp: Hyperparameters, restarted: bool) -> tuple[Path, Path | None, l
     new = logs / f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}"
     by_path = hp.resume not in ("", "auto")
     one_file = by_path and not named.is_dir()
+    own = max(logs.glob(f"*_{job}"), default=None) if restarted else None
     folder = ((named if named.is_dir() else named.parent) if by_path else logs / hp.run_id if hp.run_id else
-              max(logs.glob(f"*_{job}"), default=new) if restarted else new)
-    anywhere = hp.resume == "auto" and not hp.run_id and not restarted
+              own or new)
+    anywhere = hp.resume == "auto" and not hp.run_id and not own
     found = checkpoints(logs, "*/checkpoint_*.pt") if anywhere else (
         checkpoints(folder, "checkpoint_*.pt", *[named] * one_file))
     if found and not (hp.resume or restarted):

@@ -156,6 +156,14 @@ def test_a_restart_finds_its_own_run_among_others_of_torchrun(data, cut, monkeyp
     assert train_gpt.find_run(hp, restarted=True)[:2] == (own, None)
 
 
+def test_a_restart_of_a_run_that_was_resumed_goes_on_with_it(data, cut, monkeypatch):
+    folder = cut(4)
+    hp = train_gpt.parse_command_line([*SIX, *data, f"--log_dir={folder.parent}", "--resume=auto"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another_than_that_of_the_folder")
+    for restarted in (False, True):
+        assert train_gpt.find_run(hp, restarted)[:2] == (folder, folder / "checkpoint_0000004.pt")
+
+
 def test_changed_hyperparameters_are_listed_or_refused(data, cut, capsys):
     folder = cut(4)
     arguments = [*SIX, *data, f"--resume={folder}", "--muon_rate=0.01", "--head_rate=0.5", "--log_every=2"]
