@@ -1806,9 +1806,10 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
 def resume(trainer: Trainer, clock: Clock) -> tuple[Path, int, tuple, list[str]]:
     """(the run's folder, the step to start at, where its logs ended, what to say); rank 0 chooses for all."""
     hp, place = trainer.hp, trainer.place
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    again = torch.tensor([os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"], dtype=torch.int32)
+    restarted = any(summed(again.to(place.device), place))  # a machine that came back learns it from the others
     chosen = [find_run(hp, restarted) if place.rank == 0 else (Path(), None, [])]
-    if place.world_size > 1:  # a machine that came later does not know that the group was restarted
+    if place.world_size > 1 and (hp.resume or restarted):
         dist.broadcast_object_list(chosen)
     folder, path, notes = chosen[0]
     if path is None:

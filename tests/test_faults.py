@@ -245,6 +245,29 @@ sys.exit(train_gpt.main(sys.argv[1:] + ["--muon_rate=0.03"] * (os.environ["RANK"
     assert "error: rank 1 differs from rank 0, first in the hyperparameters" in run.output and "step:" not in run.output
 
 
+@pytest.mark.parametrize("survivor", [0, 1])
+def test_a_machine_that_comes_back_learns_that_the_group_was_restarted(data, undisturbed, tmp_path, survivor):
+    script = tmp_path / "survivor.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train_gpt
+train = train_gpt.train
+def as_on_two_machines(*arguments):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["RANK"] == "{survivor}"))
+    return train(*arguments)
+train_gpt.train = as_on_two_machines
+sys.exit(train_gpt.main(sys.argv[1:]))
+""")
+    name = f"survivor_{survivor}"
+    shutil.copytree(undisturbed.folder, undisturbed.folder.with_name(name))
+    (undisturbed.folder.with_name(name) / "checkpoint_0000030.pt").unlink()
+    run = Run(data, name, "--timeout=60", script=script)
+    assert run.wait() == 0, run.output
+    assert "checkpoint_0000028.pt, step 28" in run.output
+    same(run.folder, undisturbed)
+
+
 def test_a_machine_that_is_lost_and_comes_back_goes_on(data, undisturbed, tmp_path):
     port, launcher = str(free_port()), str(waiting_copy(tmp_path, 9) / "run.sh")
 
