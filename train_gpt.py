@@ -1807,7 +1807,7 @@ def resume(trainer: Trainer, clock: Clock) -> tuple[Path, int, tuple, list[str]]
     """(the run's folder, the step to start at, where its logs ended, what to say); rank 0 chooses for all."""
     hp, place = trainer.hp, trainer.place
     again = torch.tensor([os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"], dtype=torch.int32)
-    restarted = any(summed(again.to(place.device), place))  # a machine that came back learns it from the others
+    restarted = any(summed(again.to(place.device), place))  # who came back hears it from the others
     chosen = [find_run(hp, restarted) if place.rank == 0 else (Path(), None, [])]
     if place.world_size > 1 and (hp.resume or restarted):
         dist.broadcast_object_list(chosen)
