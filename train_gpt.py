@@ -1052,7 +1052,7 @@ class Logger:
         self.main, self.terminal, self.bar = place.rank == 0, sys.stdout.isatty(), None
         self.folder, self.files, self.complaints = folder, {}, set()
         self.saver = ThreadPoolExecutor(1, "saver")
-        self.saved = self.saver.submit(int)  # the write that training does not wait for
+        self.saved = self.saver.submit(bool, True)  # the write that training does not wait for; succeeded?
         if not self.main:
             return
         try:
@@ -1103,7 +1103,7 @@ class Logger:
         if self.main:
             self.saved = self.saver.submit(self.write_whole, self.folder / name, state, keep)
 
-    def write_whole(self, path: Path, state: dict, keep: int) -> None:
+    def write_whole(self, path: Path, state: dict, keep: int) -> bool:
         """Under a temporary name first, and on the disk: whatever has the final name is whole."""
         temporary = path.with_name("saving.tmp")  # one name: what a killed run left is written over
         try:
@@ -1115,10 +1115,12 @@ class Logger:
             os.replace(temporary, path)
             for old in checkpoints(self.folder)[:-keep] if keep else ():
                 old.unlink()
+            return True
         except (OSError, RuntimeError) as error:  # RuntimeError is torch.save's word for a full disk
             with contextlib.suppress(OSError):
                 temporary.unlink()
             self.complain("save", f"{path} could not be written ({one_line(error)})")
+            return False
 
     def close(self) -> None:
         self.saved.result()
@@ -1205,23 +1207,29 @@ def make_latest(path: Path, folder: Path) -> None:
     os.utime(path, ns=(now, now))
 
 
+def job_name() -> str:
+    """The same over all restarts of a launch, and no other launch's."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
+    if job == "none":  # torchrun's default, of any number of runs at a time: the launcher's process instead
+        job = f"{zlib.crc32(f'{platform.node()} {os.getppid()}'.encode()):08x}"
+    return re.sub(r"\W", "", job)[:8]
+
+
 def find_run(hp: Hyperparameters, restarted: bool) -> tuple[Path, Path | None, list[str]]:
     """(the run's folder, the checkpoint to go on from, what to say of it), without those that are damaged."""
-    logs, named, notes = Path(hp.log_dir), Path(hp.resume), []
-    job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
-    if job == "none":  # torchrun's default, of any number of runs at a time
-        job = f"{zlib.crc32(f'{platform.node()} {os.getppid()}'.encode()):08x}"  # its own process
-    new = logs / f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}"
+    logs, named, notes, job = Path(hp.log_dir), Path(hp.resume), [], job_name()
     by_path = hp.resume not in ("", "auto")
     one_file = by_path and not named.is_dir()
     own = max(logs.glob(f"*_{job}"), default=None) if restarted else None
-    folder = ((named if named.is_dir() else named.parent) if by_path else logs / hp.run_id if hp.run_id else
-              own or new)
-    anywhere = hp.resume == "auto" and not hp.run_id and not own
-    found = checkpoints(logs, "*/checkpoint_*.pt") if anywhere else (
-        checkpoints(folder, "checkpoint_*.pt", *[named] * one_file))
-    if found and not (hp.resume or restarted):
-        raise UserError(f"--run_id={hp.run_id}: {folder} has checkpoints; add --resume=auto, or rename it")
+    folder = (named.parent if one_file else named if by_path else logs / hp.run_id if hp.run_id else
+              own or logs / f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
+    if hp.resume == "auto" and not hp.run_id and not own:
+        found = checkpoints(logs, "*/checkpoint_*.pt")
+    else:
+        found = checkpoints(folder, "checkpoint_*.pt", *[named] * one_file)
+    if not (hp.resume or restarted) and (found or (folder / "log.txt").exists()):
+        raise UserError(f"--run_id={hp.run_id}: {folder} holds a run already; add --resume=auto, or give "
+                        "another name")
     if one_file and not restarted:
         found = found[:found.index(named) + 1] if named in found else [named]
     for path in reversed(found):
@@ -1560,8 +1568,8 @@ def micro_steps(hp: Hyperparameters, place: Place) -> int:
     """Forward passes of a rank per step: fewer ranks take more of them, and the batch stays the same."""
     count, rest = divmod(hp.batch_tokens, unit := place.world_size * hp.sequence_tokens)
     if rest:
-        refuse("batch_tokens", hp.batch_tokens, f"a multiple of ranks × sequence_tokens = {place.world_size} × "
-               f"{hp.sequence_tokens}", nearest_multiple(hp.batch_tokens, unit))
+        refuse("batch_tokens", hp.batch_tokens, "a multiple of ranks × sequence_tokens = "
+               f"{place.world_size} × {hp.sequence_tokens}", nearest_multiple(hp.batch_tokens, unit))
     return count
 
 
@@ -1786,8 +1794,10 @@ def train(hp: Hyperparameters, place: Place) -> float | None:
         clock.switch(None)
         if trainer.stopping:
             log.close()
-            log.write(f"stopped by {trainer.interrupted or 'another rank'} after step {step}; go on with "
-                      f"--resume={folder}")
+            stopped = f"stopped by {trainer.interrupted or 'another rank'} after step {step}"
+            if not log.saved.result():
+                raise UserError(f"{stopped}, and what it had learnt since the last checkpoint is lost")
+            log.write(f"{stopped}; go on with --resume={folder}")
             return None
         recompiles, trainer.model.attention = compiled_graphs() - graphs, "banded"  # the rest is not compiled
         if hp.save_model:  # before the scores, which may take long

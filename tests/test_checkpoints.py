@@ -1,4 +1,5 @@
 """Checkpoints and resume: nothing lost, nothing executable, nothing believed that a file claims."""
+import errno
 import io
 import json
 import os
@@ -175,11 +176,14 @@ def test_changed_hyperparameters_are_listed_or_refused(data, cut, capsys):
     assert "log_every 1 → 2" in (out := capsys.readouterr().out) and "muon_rate 0.05 → 0.01" in out
 
 
-def test_a_new_run_does_not_overwrite_checkpoints(data, cut, capsys):
+@pytest.mark.parametrize("left", ["log.txt", "checkpoint_*.pt"])
+def test_a_new_run_does_not_overwrite_another(data, cut, capsys, left):
     folder = cut(4)
     before = (folder / "log.txt").read_bytes()
+    for path in {*folder.iterdir()} - {folder / "log.txt", *folder.glob(left)}:
+        path.unlink()
     assert train_gpt.main([*SIX, *data, f"--log_dir={folder.parent}", "--run_id=run"]) == 2
-    assert "has checkpoints; add --resume=auto" in capsys.readouterr().err and (folder / "log.txt").read_bytes() == before
+    assert "holds a run already; add --resume=auto" in capsys.readouterr().err and (folder / "log.txt").read_bytes() == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -197,6 +201,22 @@ def test_a_signal_finishes_the_step_saves_and_stops(data, whole, tmp_path, capsy
     assert f"stopped by {number.name} after step 3" in capsys.readouterr().out
     assert train_gpt.main([*arguments, "--resume=auto"]) == 0
     assert steps(tmp_path / "s") == steps(whole) and equal(weights(tmp_path / "s"), weights(whole))
+
+
+def test_a_stop_whose_checkpoint_cannot_be_written_is_an_error(data, tmp_path, capsys, monkeypatch):
+    def interrupted(self, batch, at):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, at)
+
+    def full(state, file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    step = train_gpt.Trainer.step
+    monkeypatch.setattr(train_gpt.Trainer, "step", interrupted)
+    monkeypatch.setattr(torch, "save", full)
+    assert train_gpt.main([*SIX, *data, f"--log_dir={tmp_path}", "--run_id=f", "--save_every=0"]) == 2
+    seen = capsys.readouterr()
+    assert "error: stopped by SIGTERM after step 1, and what it had learnt since the last checkpoint is lost" in seen.err
+    assert "No space left" in seen.err and "go on with" not in seen.out
 
 
 def test_a_signal_while_the_last_checkpoint_is_written_does_not_lose_it(data, tmp_path, monkeypatch):
