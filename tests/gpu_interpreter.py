@@ -7,7 +7,9 @@ tensors: matrix products by ATen, kernels in the interpreter. Triton 3.7.1's int
 (casts cut off, tl.dot multiplies the raw bits) and loses elements of atomics with a broadcast mask: both are
 mended here. Import it before anything that imports Triton: the switch is read then.
 """
+import dataclasses
 import os
+from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -140,6 +142,22 @@ def reduce_fast(self, given):
 
 
 ReduceOps.apply_impl = reduce_fast
+
+# As on a GPU no sum of integers is checked for overflow, and the language is replaced once, not at every call of a
+# function: a third of the time.
+interpreter.interpreter_builder.options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+replace_language, replaced = interpreter._patch_lang, set()
+
+
+def replace_once(function):
+    modules = frozenset(x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core)
+    if modules not in replaced:
+        replaced.add(modules)
+        replace_language(function)
+    return SimpleNamespace(restore=lambda: None)
+
+
+interpreter._patch_lang = replace_once
 
 
 # ------------------------------------------------------------------------------------------------------------
