@@ -88,8 +88,8 @@ class LocalHub:
     """A hub with one dataset. `faults[name]` is what befalls the next requests for a file, in turn:
 
     a number: that HTTP status; "reset": the connection breaks half way; "short": it ends half way; "wrong": a
-    byte is changed; "whole": a request for the rest is answered with the whole; "slow": half a second for
-    every 16 KiB.
+    byte is changed; "whole": a request for the rest is answered with the whole; "slow": after the
+    first half, half a second for every 16 KiB.
     """
 
     def __init__(self, repo: str, files: dict[str, bytes], faults: dict[str, list] | None = None):
@@ -203,10 +203,11 @@ class Answers(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
-        piece, pause = (1 << 14, 0.5) if fault == "slow" else (1 << 18, 0)
-        for start in range(0, len(body), piece):
-            time.sleep(pause)
-            try:
-                self.wfile.write(body[start:start + piece])
-            except (BrokenPipeError, ConnectionResetError):  # the script was killed
-                return
+        at_once = len(body) // 2 if fault == "slow" else len(body)
+        try:
+            self.wfile.write(body[:at_once])
+            for start in range(at_once, len(body), 1 << 14):
+                time.sleep(0.5)
+                self.wfile.write(body[start:start + (1 << 14)])
+        except (BrokenPipeError, ConnectionResetError):  # the script was killed
+            return

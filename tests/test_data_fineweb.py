@@ -128,7 +128,7 @@ def test_files_of_another_origin_are_checked_and_kept_or_replaced(tmp_path):
 
 
 def test_kill_leaves_the_first_so_many_shards_and_the_next_run_goes_on(tmp_path):
-    files = public(1_000_000)
+    files = public(1_200_000)  # more than 2 MiB: it is written by the MiB
     with LocalHub(REPO, files, {FIRST: ["slow"]}) as hub:
         process = start("fineweb.py", 3, f"--out={tmp_path}", env=hub.env())
         began = time.monotonic()

@@ -119,21 +119,25 @@ def test_slurm_variables_give_nodes_rank_and_address(data, tmp_path):
         assert expected in words, (expected, words)
 
 
-@pytest.mark.parametrize("nvidia_smi, visible, device, processes", [
-    ("printf 'GPU 0: H100\\n  MIG 1g\\nGPU 1: H100\\nGPU 2: H100\\n'", None, "auto", 3),
-    ("printf 'GPU 0: H100\\nGPU 1: H100\\nGPU 2: H100\\n'", "0,2", "auto", 2),
-    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "1", "auto", 1),
-    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "", "auto", 1),
-    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", "-1", "auto", 1),
-    ("printf 'GPU 0: H100\\nGPU 1: H100\\n'", None, "cpu", 1),
-    ("echo No devices were found; exit 6", None, "auto", 1)],
-    ids=["all", "some", "one", "none", "minus one", "CPU", "broken"])
-def test_one_process_per_visible_gpu(data, tmp_path, monkeypatch, nvidia_smi, visible, device, processes):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+THREE = "printf 'GPU 0: H100\\n  MIG 1g\\nGPU 1: H100\\nGPU 2: H100\\n'"
+
+
+@pytest.mark.parametrize("nvidia_smi, visible, options, count", [
+    (THREE, None, "", 3), (THREE, "0,2", "", 2), (THREE, "1", "", 1), (THREE, "", "", 0), (THREE, "-1", "", 0),
+    (THREE, None, "--num_steps=2 --device=cpu", 0), ("echo No devices were found; exit 6", None, "", 0), ("exit 127", None, "", 0)],
+    ids=["all", "some", "one", "none", "minus one", "CPU", "broken", "absent"])
+def test_the_gpus_that_a_run_would_see_are_counted(tmp_path, nvidia_smi, visible, options, count):
+    function = re.search(r"^count_gpus\(\) \{.*?^\}", (ROOT / "run.sh").read_text(), re.M | re.S)[0]
+    hidden = "unset CUDA_VISIBLE_DEVICES" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
+    script = f"set -euo pipefail; {hidden}; nvidia-smi() {{ {nvidia_smi}; }}\n{function}\ncount_gpus {options}"
+    process = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (0, f"{count}\n", "")
+
+
+def test_one_process_per_visible_gpu(data, tmp_path):
     assert TINY[0] == "--device=cpu"
-    words = launched(tmp_path, f"--device={device}", *TINY[1:], *data, "--show", commands={"nvidia-smi": nvidia_smi},
-                     **({} if visible is None else dict(CUDA_VISIBLE_DEVICES=visible)))
-    assert (f"--nproc_per_node={processes}" in words) == (processes > 1), words
+    words = launched(tmp_path, *TINY[1:], *data, commands={"nvidia-smi": THREE}, CUDA_VISIBLE_DEVICES="0,2")
+    assert "--nproc_per_node=2" in words
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU here can be used")
