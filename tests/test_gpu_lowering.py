@@ -10,13 +10,13 @@ DATED = [name for name in train_gpt.PRESETS if name.startswith("20")]
 pytestmark = needs_triton
 
 
-def check(seen: dict, model_graphs: int = 2) -> None:
-    """model_graphs: one for training, one for validation; and two for each of Muon's two sizes of matrix."""
-    assert seen["graph_breaks"] == {} and seen["graphs"] == model_graphs + 4
+def check(seen: dict, attention: bool = True) -> None:
+    """One graph for training, one for validation; and two for each of Muon's sizes of matrix: attention's, the MLP's."""
+    assert seen["graph_breaks"] == {} and seen["graphs"] == (6 if attention else 4)
     assert seen["new_kernels"] == 0 and seen["new_graphs"] == 0, "compiled after the warm-up"
     assert seen["most_shared"] <= seen["limit"] and not seen["unpipelined"]
     names = {kernel["name"] for kernel in seen["kernels"]}
-    assert any("flex_attention_backward" in name for name in names)
+    assert any("flex_attention_backward" in name for name in names) == attention
     assert all(kernel["registers"] <= 255 for kernel in seen["kernels"])
 
 
@@ -34,10 +34,12 @@ def test_h100_step_at_its_shapes_and_a_quarter_of_its_depth():
     assert seen["largest"][0] <= 2 * LOGITS, "logits in fp32 are 13 GB: they must never be whole in memory"
 
 
-def test_h100_step_with_the_head_in_float8():
-    """Its three products in FP8; the logits in bfloat16, their gradient in one byte each."""
-    seen = lower("H100", "--preset=h100-fp8", "--num_layers=2", "--sequence_tokens=8192", CONFIGS="first")
-    check(seen)
+@pytest.mark.parametrize("attention", [False, pytest.param(True, marks=slow)])
+def test_h100_step_with_the_head_in_float8(attention):
+    """Its three products in FP8; the logits in bfloat16, their gradient in one byte each. The blocks are no others."""
+    without = [] if attention else ["--no_attention=(0,1)"]
+    seen = lower("H100", "--preset=h100-fp8", "--num_layers=2", "--sequence_tokens=8192", *without, CONFIGS="first")
+    check(seen, attention)
     assert seen["worst_spill"] < 100 and seen["step"]["calls"].count("_scaled_mm") == 3
     assert seen["largest"][0] <= 2 * LOGITS / 8
 
