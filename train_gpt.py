@@ -1473,38 +1473,35 @@ def pick_dtype(name: str, has_bf16: bool) -> torch.dtype:
 
 def choose_compile(hp: Hyperparameters, kind: str) -> tuple[bool, str]:
     """(compile?, why not). On a CPU steps get a fifth faster, after a minute: it pays in long runs."""
-    compiler = {"cuda": "triton" if kind == "cuda" and importable("triton") and
-                torch.cuda.get_device_properties(0).major >= 7 else "", "mps": "",
-                "cpu": next(filter(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")), "")}[kind]
+    why_not = what_compiling_lacks(kind) if hp.compile != "no" else ""
+    if why_not and hp.compile == "yes":
+        raise UserError(f"--compile=yes: {why_not}; install one, or give --compile=no")
     flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
-    if not compiler and hp.compile != "no":
-        missing = {"cuda": "Triton for this GPU", "cpu": "C++ compiler (g++ or clang++)",
-                   "mps": "compiler for it"}[kind]
-        if hp.compile == "yes":
-            raise UserError(f"--compile=yes: there is no {missing} here; install one, or give --compile=no")
-        return False, f": there is no {missing} here"
-    if compiler == "triton" and hp.compile != "no" and not hp.checkpoint:
-        start_triton(hp)
-    if hp.compile == "auto" and kind == "cpu" and flops < 1e14:
-        return False, ": too short a run to earn it back on a CPU"
-    return hp.compile != "no", ""
+    if not why_not and hp.compile == "auto" and kind == "cpu" and flops < 1e14:
+        why_not = "too short a run to earn it back on a CPU"
+    return hp.compile != "no" and not why_not, f": {why_not}" if why_not else ""
 
 
-def start_triton(hp: Hyperparameters) -> None:
-    """On its first GPU Triton builds a library in C; not compiled, a run would take many times as long."""
+def what_compiling_lacks(kind: str) -> str:
+    if kind == "mps":
+        return "there is no compiler for it"
+    if kind == "cpu":
+        found = any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")))
+        return "" if found else "there is no C++ compiler (g++ or clang++) here"
+    if torch.cuda.get_device_properties(0).major < 7:
+        return "there is no Triton for this GPU"
     try:
-        from triton.runtime import driver
-        driver.active.utils
-    except Exception as error:  # compilers and linkers fail in many ways
-        raise UserError(f"--compile={hp.compile}: Triton cannot start ({one_line(error)}); it needs a C "
-                        f"compiler and Python.h: install gcc and python3.{sys.version_info.minor}-dev, or "
-                        "give --compile=no") from None
+        start_triton()
+    except Exception as error:  # it may be missing; compilers and linkers fail in many ways
+        return (f"Triton cannot start ({one_line(error)}), which needs a C compiler and Python.h (gcc, "
+                f"python3.{sys.version_info.minor}-dev)")
+    return ""
 
 
-def importable(module: str) -> bool:
-    with contextlib.suppress(ImportError):
-        return bool(__import__(module))
-    return False
+def start_triton() -> None:
+    """On its first GPU Triton builds a library in C, long before it is asked for a kernel."""
+    from triton.runtime import driver
+    driver.active.utils
 
 
 def start_up(place: Place, hp: Hyperparameters) -> None:
