@@ -1114,7 +1114,7 @@ class Logger:
             make_latest(temporary, self.folder)
             os.replace(temporary, path)
             for old in checkpoints(self.folder)[:-keep] if keep else ():
-                old.unlink()
+                old.unlink(missing_ok=True)
             return True
         except (OSError, RuntimeError) as error:  # RuntimeError is torch.save's word for a full disk
             with contextlib.suppress(OSError):
