@@ -51,13 +51,13 @@ set_up() {
 
 # The GPUs that a run with these options would see: all, or those that CUDA_VISIBLE_DEVICES names; on the CPU none.
 count_gpus() {
-    if [[ " $* " == *" --device=cpu "* ]]; then
-        echo 0
-    elif [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true
-    else
-        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true  # grep prints 0 and fails where there is none
+    local gpus
+    gpus="$({ nvidia-smi -L 2>/dev/null || true; } | grep '^GPU' || true)"
+    if [ -n "$gpus" ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        gpus="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES")"
     fi
+    [[ " $* " == *" --device=cpu "* ]] && gpus=""
+    grep -c '^[^-]' <<<"$gpus" || true  # prints 0 and fails where there is none
 }
 
 # GPUs that PyTorch cannot use would mean the laptop's training on the CPU, unasked for: say why instead.

@@ -124,8 +124,8 @@ THREE = "printf 'GPU 0: H100\\n  MIG 1g\\nGPU 1: H100\\nGPU 2: H100\\n'"
 
 @pytest.mark.parametrize("nvidia_smi, visible, options, count", [
     (THREE, None, "", 3), (THREE, "0,2", "", 2), (THREE, "1", "", 1), (THREE, "", "", 0), (THREE, "-1", "", 0),
-    (THREE, None, "--num_steps=2 --device=cpu", 0), ("echo No devices were found; exit 6", None, "", 0), ("exit 127", None, "", 0)],
-    ids=["all", "some", "one", "none", "minus one", "CPU", "broken", "absent"])
+    (THREE, None, "--num_steps=2 --device=cpu", 0), ("echo No devices were found; exit 6", None, "", 0), ("exit 127", None, "", 0),
+    ("exit 127", "0", "", 0)], ids=["all", "some", "one", "none", "minus one", "CPU", "broken", "absent", "named but absent"])
 def test_the_gpus_that_a_run_would_see_are_counted(tmp_path, nvidia_smi, visible, options, count):
     function = re.search(r"^count_gpus\(\) \{.*?^\}", (ROOT / "run.sh").read_text(), re.M | re.S)[0]
     hidden = "unset CUDA_VISIBLE_DEVICES" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
