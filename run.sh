@@ -132,14 +132,14 @@ case "${1:-}" in
             --no-loadscope-reorder "$@" ;;
     bench)
         shift; set_up requirements.txt tests/requirements.txt data/requirements.txt
-        exec "$python" tests/bench.py "$@" ;;
+        exec "$python" tests/commands/bench.py "$@" ;;
     faults)
         shift; set_up requirements.txt tests/requirements.txt
-        exec "$python" tests/faults.py "$@" ;;
+        exec "$python" tests/commands/faults.py "$@" ;;
     check)
         shift; set_up requirements.txt; need_gpus "$@"
         "$python" train_gpt.py --show "$@" >/dev/null
-        launch tests/check.py "$@" ;;
+        launch tests/commands/check.py "$@" ;;
     -h|--help|help)
         set_up requirements.txt; sed -n '2,10s/^# \{0,1\}//p' "$0"; exec "$python" train_gpt.py --help ;;
     ""|--*)

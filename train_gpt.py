@@ -1423,7 +1423,7 @@ class Place:
 
 
 def memory_needed(hp: Hyperparameters, place: Place) -> tuple[float, float]:
-    """(bytes, bytes per token of a sequence) at a step's peak; fitted to traces of tests/gpu_memory.py."""
+    """(bytes, bytes per token of a sequence) at a step's peak; fitted to traces of tests/gpu/gpu_memory.py."""
     with torch.device("meta"):
         groups = optimizer_groups(hp, GPT(hp, place.dtype, place.attention))
     size = {kind: sum(p.numel() * p.element_size() for p in group["params"].values())

@@ -6,7 +6,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", f"{tempfile.gettempdir()}/hypothesis")
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(folder) for folder in (HERE.parent, HERE, HERE / "commands", HERE / "gpu", HERE / "data")]
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: not item.path.name.startswith("test_gpu"))  # the longest first: no worker waits at the end
+    items.sort(key=lambda item: item.path.parent.name != "gpu")  # the longest first: no worker waits at the end
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:

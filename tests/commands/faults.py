@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import conftest  # noqa: F401  (the paths, the number of threads)
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +20,7 @@ from runs import Result, make_data
 from test_checkpoints import SIX, equal, fuzz_checkpoint, fuzz_manifest, fuzz_shard, mutations
 from test_faults import Run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MUTATED = 2000
 
 

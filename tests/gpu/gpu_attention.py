@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), os.environ.get("TRAIN_GPT", str(Path(__file__).parents[1]))]
+sys.path[:0] = [str(Path(__file__).parent), os.environ.get("TRAIN_GPT", str(Path(__file__).parents[2]))]
 
 import fake_gpu  # noqa: E402
 

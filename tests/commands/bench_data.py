@@ -1,4 +1,4 @@
-"""Speed of data/tokenize_text.py in one process: python tests/bench_data.py [TEXT]
+"""Speed of data/tokenize_text.py in one process: python tests/commands/bench_data.py [TEXT]
 
 GPT-2 tokens against tiktoken alone on the same documents (at least 0.7 times as fast), and bytes (at least
 100 MB/s). Both start with the text on the disk and end with shards, hashed and forced to the disk. TEXT is
@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
 
 import numpy as np
 

@@ -64,7 +64,7 @@ def test_ranks_compare_what_ddp_has_averaged(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(f"""
 import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "commands")!r}]
 import check, torch, train_gpt
 hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", "--dtype=bfloat16"])
 train_gpt.start_up(place := train_gpt.find_place(hp), hp)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SCRIPT = HERE.parent / "train_gpt.py"
+SCRIPT = HERE.parents[1] / "train_gpt.py"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
                                   reason="Triton is not installed: tests/requirements.txt has it")
 slow = pytest.mark.slow  # minutes each: only with --slow (conftest.py)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
 import train_gpt  # noqa: E402
 from runs import make_data, write_shard  # noqa: E402
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-DATA = Path(__file__).resolve().parent.parent / "data"
+DATA = Path(__file__).resolve().parents[2] / "data"
 sys.path.insert(0, str(DATA))
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 warnings.simplefilter("ignore")
 
 import gpu_interpreter  # noqa: E402, first: it switches the interpreter on

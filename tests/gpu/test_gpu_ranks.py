@@ -80,7 +80,7 @@ def test_bytes_a_step_of_the_h100_preset(shards):
 
 
 def test_the_check_with_its_step_finds_its_way_on_a_gpu(shards):
-    """The numbers are made up here; tests/test_check.py has the comparison itself."""
-    said = run("fake_gpu.py", str(SCRIPT.parent / "tests" / "check.py"), *SMALL, f"--train_files={shards}/train_*.bin",
+    """The numbers are made up here; tests/commands/test_check.py has the comparison itself."""
+    said = run("fake_gpu.py", str(SCRIPT.parent / "tests" / "commands" / "check.py"), *SMALL, f"--train_files={shards}/train_*.bin",
                f"--val_files={shards}/val_*.bin", FAKE_TRACE_ONLY="1")
     assert "ok    step: a small step on each of 1 GPUs agrees" in said and "this run would work" in said
