@@ -1,39 +1,50 @@
-"""Train a GPT as fast as it can be trained: one file, the same from a laptop's CPU to 8×H100.
+"""Train a GPT, fast: one file, the same from a laptop's CPU to 8×H100.
 
-    ./run.sh [--name=value …]                              set up, fetch data, train on whatever is here
-    python train_gpt.py [--name=value …]                   train in this process: one GPU, or the CPU
-    torchrun --nproc_per_node=N train_gpt.py [--name=…]    train on N GPUs, or in N processes on the CPU
-    python train_gpt.py --sample="Text" --checkpoint=PATH  continue a text from a saved model
-    python train_gpt.py --help                             every hyperparameter, its meaning and default
+    ./run.sh [--name=value …]                         set up, fetch data, train on this machine
+    python train_gpt.py [--name=value …]              train in this process: one GPU, or the CPU
+    torchrun --nproc_per_node=N train_gpt.py …        train on N GPUs, or in N processes on the CPU
+    python train_gpt.py --sample=TEXT --checkpoint=…  continue a text with a saved model
+    python train_gpt.py --help                        every hyperparameter, its meaning and value
 
-Contents, in the order in which data flows:
-    1  hyperparameters              the numbers to change, the presets, the command line
-    2  Muon                         Newton–Schulz and the optimizer of the matrices
-    3  model                        the U-Net GPT with value embeddings
-    4  masks and attention          causal ∧ same document ∧ within the window; FlexAttention, banded SDPA
-    5  data                         memory-mapped token shards, one shared position
-    6  schedules and optimizers     pure functions of the step; which parameter goes where
-    7  logging and checkpoints      log.txt, its twin metrics.jsonl, checkpoint_*.pt, model.pt
-    8  evaluation and sampling      validation loss, text
-    9  train and main               the hardware, warm-up, the loop, the end of a run
+Contents, in the order in which a token travels from a shard to an updated weight:
+    1  hyperparameters        the numbers to edit; presets
+    2  hardware               device, number types, compiler, memory
+    3  data                   memory-mapped token shards, batches
+    4  masks and attention    causal ∧ same document ∧ within the window; FlexAttention, banded
+    5  model                  the U-Net GPT with value embeddings
+    6  Muon and schedules     Newton–Schulz, Muon, learning rate, momentum, parameter groups
+    7  the step and the loop  one optimizer step; warm-up; the whole run
+  around the loop:
+    8  logging                log.txt, metrics.jsonl, the progress bar
+    9  checkpoints            write, find and restore them
+   10  evaluation             validation loss, samples of text, HellaSwag
+   11  ranks and faults       the process group, signals, ranks that fail
+   12  command line and main
 """
+import argparse
 import bisect
 import contextlib
 import dataclasses
 import datetime
 import difflib
+import functools
 import glob
+import hashlib
+import importlib
 import inspect
 import itertools
 import json
 import math
 import mmap
 import os
+import pickle
 import platform
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import textwrap
 import time
 import uuid
 import zipfile
@@ -54,54 +65,83 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 BLOCK = 128                     # tokens in a block of the attention mask
-FAR = 2**30                     # a window that cuts nothing
-SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 256 * 4
-CHECKPOINT_FORMAT = 1
+NO_LIMIT = 2**30                # a window that excludes nothing
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+HEADER_BYTES = 256 * 4          # of a shard: 256 int32
+CHECKPOINT_FORMAT = 2
 SEPARATOR = "=" * 100           # between the parts of a log
+FOLDER = Path(__file__).resolve().parent
+# What files, the system and PyTorch raise when something from outside is wrong.
+FOREIGN_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+                  RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError)
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: one sentence with the value, what was expected and the remedy."""
+    """A mistake that the user can fix: one sentence with the value, what was expected, a remedy."""
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 1  Hyperparameters: edit them here, or give --name=value.
-# ------------------------------------------------------------------------------------------------------------
+class SharedError(UserError):
+    """A UserError that every rank raises alike: rank 0 prints it."""
+
+
+@contextlib.contextmanager
+def explained(what: str, remedy: str):
+    """Turn a foreign error into a UserError: "what: reason; remedy"."""
+    try:
+        yield
+    except FOREIGN_ERRORS as error:
+        raise UserError(f"{what}: {reason_of(error)}; {remedy}") from None
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error on one line, without the name of its class."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+# --------------------------------------------------------------------------------------------------
+# 1  Hyperparameters: edit them here, or give --name=value
+# --------------------------------------------------------------------------------------------------
 
 @dataclass
 class Hyperparameters:
-    preset: str = "auto"                # applied in turn; auto: h100 where there are GPUs, else laptop
+    """The defaults are the h100 run. A preset changes some of them, the command line any."""
+    preset: str = "auto"                # auto: h100 on GPUs, else laptop; several: A+B, later win
     # data
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the token shards to train on
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"      # glob of the token shards to validate on
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # token shards to train on (glob)
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"      # token shards to validate on (glob)
     vocab_size: int = 50257             # tokens that exist
-    vocab_multiple: int = 128           # rows of the head are padded up to a multiple of this: 50,304
+    vocab_multiple: int = 128           # rows of the head are padded to a multiple of this: 50,304
     pad_embeddings: bool = True         # pad the rows of the embeddings likewise
     document_token: int = 50256         # starts each document; attention never crosses it
     # budget
     num_steps: int = 1390               # optimizer steps
     batch_tokens: int = 8 * 64 * 1024   # tokens per step over all ranks, whatever the world size
-    sequence_tokens: int = 0            # tokens per forward pass of a rank; 0: 65,536, or as many as fit
-    segment_tokens: int = 0             # a batch is stretches this long from evenly spaced places; 0: one
-    epochs: int = 1                     # times the shards may be walked through; above 1: in shuffled order
+    sequence_tokens: int = 0            # tokens per forward pass; 0: 65,536, or as many as fit
+    segment_tokens: int = 0             # pieces that a batch is made of (Loader); 0: one stretch
+    epochs: int = 1                     # passes over the shards; above 1: in shuffled order
     val_every: int = 125                # steps between validations; 0: only at the end
-    val_tokens: int = 10_485_760        # tokens validated on, always the same first ones
-    target_loss: float = 3.28           # validation loss that the run is meant to reach
+    val_tokens: int = 10_485_760        # tokens to validate on, always the same first ones
+    target_loss: float = 3.28           # validation loss that the run should reach
     # model
     num_layers: int = 12                # the first half encodes, the second half decodes
     num_heads: int = 6                  # attention heads per layer
     model_dim: int = 768                # width of the residual stream
     mlp_ratio: int = 4                  # hidden units of the MLP per unit of width
-    value_layout: str | tuple = "per_layer"  # value table of a layer: none, per_layer, mirrored, ends, tuple
-    value_lambdas: int = 2              # learned weights of the value mix: 2: λ0·v + λ1·ve; 1: (1−λ)·v + λ·ve
-    first_layer_values: bool = False    # mix the first layer's values into layers that have no value table
-    no_attention: str | tuple = "none"  # layers without attention: none, second_decoder, or a tuple
+    value_layout: str | tuple = "ends"  # value tables: none, per_layer, mirrored, ends, or a tuple
+    value_lambdas: int = 2              # of the value mix: 2: λ0·v + λ1·ve; 1: (1−λ)·v + λ·ve
+    first_layer_values: bool = False    # mix the first layer's values into layers without a table
+    no_attention: str | tuple = "second_decoder"  # layers without it: none, second_decoder, tuple
     rotary_base: float = 1024.0         # the slowest rotary frequency is 1/base radians per token
     rotary_fraction: float = 0.5        # part of a head's dimensions that is rotated
-    rotary_endpoint: bool = True        # frequencies run to 1/base itself; false: stop one short of it
+    rotary_endpoint: bool = True        # frequencies include 1/base; false: they stop one short
     softcap: float = 15.0               # logits pass through c·tanh(logits/c); 0: off
     # attention window, growing linearly over the run
-    window_unit: str = "block"          # it counts in: block (of 128), token (by 64), token_in_block (both)
+    window_unit: str = "block"          # block (of 128), token (steps of 64), token_in_block (both)
     window_start: int = 128             # tokens, at step 0
     window_end: int = 1856              # tokens, at the last step (14 whole blocks)
     # optimizers
@@ -118,615 +158,621 @@ class Hyperparameters:
     muon_nesterov: bool = True          # Muon: look ahead along the momentum
     muon_decay: float = 0.0             # Muon: decoupled weight decay
     muon_steps: int = 5                 # Muon: Newton–Schulz iterations per update
-    cooldown: float = 0.4               # rates fall to 0 over this part of the run (steps, if above 1)
+    cooldown: float = 0.4               # rates fall to 0 over this part of the run (above 1: steps)
     # hardware
     device: str = "auto"                # auto, cuda, cpu, mps
-    dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), bfloat16, float32
+    dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), a type
     bf16_embeddings: bool = True        # embeddings in bfloat16 wherever activations are
-    fp8_head: bool = False              # train the output head in FP8; validation and samples do without
-    muon_dtype: str = "auto"            # Newton–Schulz: auto (bfloat16 if the hardware has it), or either
+    fp8_head: bool = False              # train the output head in FP8; validation does without
+    muon_dtype: str = "auto"            # Newton–Schulz: auto (bfloat16 if the hardware has it)
     attention: str = "auto"             # auto (flex on CUDA, banded elsewhere), flex, banded
-    compile: str = "auto"               # torch.compile: auto (CUDA, and long runs on a CPU), yes, no
-    tune_kernels: bool = False          # Inductor's coordinate descent: faster kernels, slower compiling
+    compile: str = "auto"               # torch.compile: auto (CUDA; long runs on a CPU), yes, no
+    tune_kernels: bool = False          # Inductor's coordinate descent: fast kernels, slow start
     seed: int = 1337                    # of the weights and of the sample
     # output
     log_dir: str = "logs"               # each run makes a folder of its own in here
     run_id: str = ""                    # name of that folder; empty: the time and a random word
     log_every: int = 10                 # steps between lines with the training loss
     save_model: bool = True             # write model.pt at the end
-    save_every: int = 0                 # steps between checkpoints to resume from; 0: none but when stopped
+    save_every: int = 0                 # steps between checkpoints; 0: only when stopped
     keep_checkpoints: int = 2           # how many of the last checkpoints stay
-    resume: str = ""                    # go on from a checkpoint, a run's folder, or auto: the last run
-    resume_anyway: bool = False         # even with hyperparameters that make it another training
-    timeout: float = 600.0              # seconds after which a rank that does not answer stops the run
-    hellaswag: str = ""                 # folder of data/hellaswag.py to score, at the end or with checkpoint
+    resume: str = ""                    # a checkpoint, a run's folder, or auto: the latest run
+    resume_anyway: bool = False         # resume although an option changes the training
+    timeout: float = 600.0              # seconds after which a rank that is silent stops the run
+    hellaswag: str = ""                 # folder made by data/hellaswag.py: score the model on it
     # instead of training
-    show: bool = False                  # print the hyperparameters as resolved, and stop
-    checkpoint: str = ""                # saved model to sample from, or to score
-    sample: str = ""                    # text to continue from the checkpoint
+    show: bool = False                  # print the hyperparameters and where they come from
+    checkpoint: str = ""                # model.pt, checkpoint or run folder to sample from or score
+    sample: str = ""                    # text to continue with the checkpoint
     sample_tokens: int = 200            # length of a sample
     temperature: float = 0.8            # of sampling; 0: always the likeliest token
     top_k: int = 0                      # sample among the k likeliest tokens; 0: among all
 
+    origins = {}    # not a field: where each value comes from (default, preset, command line)
+
     @cached_property
     def padded_vocab(self) -> int:
-        multiple = math.lcm(self.vocab_multiple, 16 if self.fp8_head else 1)  # what FP8 products need
+        multiple = math.lcm(self.vocab_multiple, 16 if self.fp8_head else 1)  # FP8 needs 16
         return -(-self.vocab_size // multiple) * multiple
 
     @cached_property
-    def attention_free(self) -> tuple:
-        named = {"none": (), "second_decoder": (min(self.num_layers // 2 + 1, self.num_layers - 1),)}
+    def layers_without_attention(self) -> tuple:
+        second_decoder = min(self.num_layers // 2 + 1, self.num_layers - 1)
+        named = {"none": (), "second_decoder": (second_decoder,)}
         return named.get(self.no_attention, self.no_attention)
 
     @cached_property
     def value_tables(self) -> tuple:
         """For each layer, the number of its value table, or None."""
-        layers, encoder, ends = self.num_layers, self.num_layers // 2, max(1, self.num_layers // 4)
-        named = {"none": (None,) * layers, "per_layer": tuple(range(layers)),
-                 "mirrored": (*range(encoder), *reversed(range(encoder)), *(None,) * (layers % 2)),
+        layers = self.num_layers
+        half = layers // 2
+        ends = max(1, layers // 4)
+        named = {"none": (None,) * layers,
+                 "per_layer": tuple(range(layers)),
+                 "mirrored": (*range(half), *reversed(range(half)), *(None,) * (layers % 2)),
                  "ends": (*range(ends), *(None,) * (layers - 2 * ends), *range(ends))[:layers]}
-        wanted = [None if layer in self.attention_free else table
-                  for layer, table in enumerate(named.get(self.value_layout, self.value_layout))]
-        numbers = sorted({table for table in wanted if table is not None})
-        return tuple(None if table is None else numbers.index(table) for table in wanted)
+        layout = named.get(self.value_layout, self.value_layout)
+        used = [None if layer in self.layers_without_attention else table
+                for layer, table in enumerate(layout)]
+        numbers = sorted({table for table in used if table is not None})
+        return tuple(None if table is None else numbers.index(table) for table in used)
 
 
-# Differences from the defaults; of several presets the later win, field by field.
-OLDER = dict(rotary_base=10_000.0, rotary_fraction=1.0, rotary_endpoint=False, softcap=30.0, cooldown=600.0,
-             tune_kernels=True)
-SPARSE = dict(value_layout="ends", no_attention="second_decoder")
-PRESETS = {
-    "h100": SPARSE,
-    # The shape with the lowest loss per second on two cores; records/NEGATIVE.md has the others.
-    "laptop": dict(train_files="data/enwik8/enwik8_train_*.bin", val_files="data/enwik8/enwik8_val_*.bin",
-                   vocab_size=257, vocab_multiple=1, document_token=256, num_steps=320, batch_tokens=4096,
-                   sequence_tokens=4096, segment_tokens=512, val_every=0, val_tokens=2**20, target_loss=1.80,
-                   num_layers=4, num_heads=2, model_dim=128, window_start=256, window_end=256, cooldown=0.5),
-    "h100-fp8": SPARSE | dict(fp8_head=True),
-    # The historical systems on 8×H100: shared design, figures and dates in the README's table.
-    "2024-11-19": OLDER | dict(num_steps=1875, muon_rate=0.04, adam_beta1=0.9, cooldown=562.0,
-                               muon_warmup_steps=500, window_unit="token", window_start=1024, window_end=1024,
-                               value_layout="none", value_lambdas=1, muon_lerp=False,
-                               first_layer_values=True),
-    "2024-12-04": OLDER | dict(num_steps=1530, window_unit="token", window_start=64, window_end=1792,
-                               value_layout="per_layer", value_lambdas=1, muon_lerp=False),
-    "2024-12-08": OLDER | dict(num_steps=1480, window_unit="token_in_block", window_start=64, window_end=1792,
-                               value_layout="mirrored"),
-    "2024-12-10": OLDER | dict(num_steps=1480, value_layout="mirrored"),
-    "2024-12-17": SPARSE | dict(num_steps=1490, cooldown=600.0, softcap=30.0, pad_embeddings=False,
-                                tune_kernels=True),
-    "2025-01-04": SPARSE | dict(num_steps=1390, tune_kernels=True),
-}
-CHOICES = {"window_unit": ("block", "token", "token_in_block"), "device": ("auto", "cuda", "cpu", "mps"),
-           "dtype": ("auto", "bfloat16", "float32"), "muon_dtype": ("auto", "bfloat16", "float32"),
-           "attention": ("auto", "flex", "banded"), "compile": ("auto", "yes", "no"),
+# The laptop run: differences from the defaults above. Edit a laptop run here. Of the shapes tried
+# on two cores it has the lowest loss per second; records/NEGATIVE.md has the others.
+LAPTOP = dict(
+    train_files="data/enwik8/enwik8_train_*.bin", val_files="data/enwik8/enwik8_val_*.bin",
+    vocab_size=257, vocab_multiple=1, document_token=256,       # bytes, and the document token
+    num_steps=320, batch_tokens=4096, sequence_tokens=4096, segment_tokens=512,
+    val_every=0, val_tokens=2**20, target_loss=1.80,
+    num_layers=4, num_heads=2, model_dim=128,
+    window_start=256, window_end=256, cooldown=0.5)
+# Also the laptop's, but a dated preset given with it keeps its own layout at this size.
+LAPTOP_LAYOUT = dict(value_layout="per_layer", no_attention="none")
+
+# The historical systems on 8×H100 (README: The lineage). Each is stated completely, so that no edit
+# of a default changes it.
+SOFTCAP_2025_01_04 = dict(
+    train_files="data/fineweb10B/fineweb_train_*.bin",
+    val_files="data/fineweb10B/fineweb_val_*.bin",
+    vocab_size=50257, vocab_multiple=128, pad_embeddings=True, document_token=50256,
+    num_steps=1390, batch_tokens=8 * 64 * 1024, sequence_tokens=0, segment_tokens=0, epochs=1,
+    val_every=125, val_tokens=10_485_760, target_loss=3.28,
+    num_layers=12, num_heads=6, model_dim=768, mlp_ratio=4,
+    value_layout="ends", value_lambdas=2, first_layer_values=False, no_attention="second_decoder",
+    rotary_base=1024.0, rotary_fraction=0.5, rotary_endpoint=True, softcap=15.0,
+    window_unit="block", window_start=128, window_end=1856,
+    embed_rate=0.6, head_rate=0.008, scalar_rate=0.04, adam_beta1=0.8, adam_beta2=0.95,
+    muon_rate=0.05, muon_momentum=0.95, muon_momentum_start=0.85, muon_warmup_steps=300,
+    muon_lerp=True, muon_nesterov=True, muon_decay=0.0, muon_steps=5, cooldown=0.4,
+    dtype="auto", bf16_embeddings=True, fp8_head=False, muon_dtype="auto", tune_kernels=False,
+    seed=1337)
+SPARSE_2024_12_17 = SOFTCAP_2025_01_04 | dict(
+    num_steps=1490, cooldown=600.0, softcap=30.0, pad_embeddings=False, tune_kernels=True)
+MFU_2024_12_10 = SPARSE_2024_12_17 | dict(
+    num_steps=1480, pad_embeddings=True, value_layout="mirrored", no_attention="none",
+    rotary_base=10_000.0, rotary_fraction=1.0, rotary_endpoint=False)
+UNET_2024_12_08 = MFU_2024_12_10 | dict(
+    window_unit="token_in_block", window_start=64, window_end=1792)
+VALUES_2024_12_04 = UNET_2024_12_08 | dict(
+    num_steps=1530, window_unit="token", value_layout="per_layer", value_lambdas=1, muon_lerp=False)
+FLEX_2024_11_19 = VALUES_2024_12_04 | dict(
+    num_steps=1875, cooldown=562.0, muon_rate=0.04, adam_beta1=0.9, muon_warmup_steps=500,
+    window_start=1024, window_end=1024, value_layout="none", first_layer_values=True)
+
+PRESETS = {"h100": {}, "h100-fp8": dict(fp8_head=True), "laptop": LAPTOP,
+           "2024-11-19": FLEX_2024_11_19, "2024-12-04": VALUES_2024_12_04,
+           "2024-12-08": UNET_2024_12_08, "2024-12-10": MFU_2024_12_10,
+           "2024-12-17": SPARSE_2024_12_17, "2025-01-04": SOFTCAP_2025_01_04}
+
+CHOICES = {"window_unit": ("block", "token", "token_in_block"),
+           "device": ("auto", "cuda", "cpu", "mps"),
+           "dtype": ("auto", "bfloat16", "float32"),
+           "muon_dtype": ("auto", "bfloat16", "float32"),
+           "attention": ("auto", "flex", "banded"),
+           "compile": ("auto", "yes", "no"),
            "value_layout": ("none", "per_layer", "mirrored", "ends"),
            "no_attention": ("none", "second_decoder")}
 
+# The smallest value of each number; the largest, where there is one.
+AT_LEAST = dict(vocab_size=1, vocab_multiple=1, document_token=0, num_steps=1, batch_tokens=BLOCK,
+                sequence_tokens=0, segment_tokens=0, epochs=1, val_every=0, val_tokens=BLOCK,
+                num_layers=2, num_heads=1, model_dim=4, mlp_ratio=1, value_lambdas=1,
+                rotary_base=1.001, rotary_fraction=0.001, softcap=0, window_start=1, window_end=1,
+                embed_rate=0, head_rate=0, scalar_rate=0, adam_beta1=0, adam_beta2=0, muon_rate=0,
+                muon_momentum=0, muon_momentum_start=0, muon_warmup_steps=0, muon_decay=0,
+                muon_steps=1, cooldown=0, seed=0, log_every=1, save_every=0, keep_checkpoints=1,
+                timeout=1, sample_tokens=0, temperature=0, top_k=0)
+AT_MOST = dict(vocab_size=2**16, vocab_multiple=2**16, num_steps=10**12, batch_tokens=10**12,
+               val_tokens=10**12, epochs=10**6, num_layers=1000, num_heads=1000, model_dim=10**6,
+               mlp_ratio=100, value_lambdas=2, rotary_fraction=1, adam_beta1=0.999999,
+               adam_beta2=0.999999, muon_momentum=0.999999, muon_momentum_start=0.999999,
+               muon_steps=100, seed=2**63 - 1, timeout=10**6)
 
-def nearest(word: str, words) -> str:
-    return difflib.get_close_matches(word, list(words), n=1, cutoff=0.0)[0]
-
-
-def refuse(name: str, text, expected: str, better) -> None:
-    raise UserError(f"--{name}={text}: expected {expected}; the nearest is --{name}={better}")
-
-
-def parse_value(name: str, text: str, kind):
-    """What `text` means for a hyperparameter of this kind."""
-    if name in CHOICES and not (kind == str | tuple and text.startswith("(")):
-        if text not in CHOICES[name]:
-            refuse(name, text, "one of " + ", ".join(CHOICES[name]), nearest(text, CHOICES[name]))
-    elif kind == str | tuple:
-        entries = [entry.strip() for entry in text.strip("()").split(",") if entry.strip()]
-        if not all(entry == "None" or entry.isdigit() for entry in entries):
-            refuse(name, text, "whole numbers and None in parentheses, or a name", CHOICES[name][-1])
-        return tuple(None if entry == "None" else int(entry) for entry in entries)
-    elif kind is bool:
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if text.lower() not in words:
-            refuse(name, text, "true or false", nearest(text.lower(), ("true", "false")))
-        return words[text.lower()]
-    elif kind in (int, float):
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
-            refuse(name, text, "a number", getattr(Hyperparameters, name))
-        if kind is int and number != int(number):
-            refuse(name, text, "a whole number", round(number))
-        return int(text) if kind is int and text.lstrip("-").isdigit() else kind(number)
-    return text
+# Fields that a resumed run may change without becoming another training.
+MAY_CHANGE_ON_RESUME = {
+    "target_loss", "val_every", "device", "attention", "compile", "tune_kernels", "log_dir",
+    "run_id", "log_every", "save_model", "save_every", "keep_checkpoints", "resume",
+    "resume_anyway", "timeout", "hellaswag", "show", "checkpoint", "sample", "sample_tokens",
+    "temperature", "top_k"}
 
 
-def parse_command_line(arguments: list[str]) -> Hyperparameters:
-    """Presets first, in turn, then every --name=value on top."""
-    fields = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
-    presets, values = [], {}
-    for argument in arguments:
-        name, equals, text = argument.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if not argument.startswith("--") or name not in fields:
-            raise UserError(f"{argument}: no such hyperparameter; the nearest is --{nearest(name, fields)}=… "
-                            "(--help lists them all)")
-        if not equals and fields[name] is not bool:
-            raise UserError(f"{argument}: it has no value; write --{name}=…")
-        if name == "preset":
-            presets += text.split("+")
-        else:
-            values[name] = parse_value(name, text if equals else "true", fields[name])
-    if presets in ([], ["auto"]):
-        on_gpus = values.get("device", "auto") in ("auto", "cuda") and torch.cuda.is_available()
-        presets = ["h100" if on_gpus else "laptop"]
-    for preset in presets:
-        if preset not in PRESETS:
-            refuse("preset", preset, "one of " + ", ".join(PRESETS), nearest(preset, PRESETS))
-    merged = {name: value for preset in presets for name, value in PRESETS[preset].items()} | values
-    hp = Hyperparameters(**merged, preset="+".join(presets))
-    settle_sequence(hp)
-    return hp
+def as_dict(hp: Hyperparameters) -> dict:
+    return {field.name: getattr(hp, field.name) for field in dataclasses.fields(hp)}
 
 
-def settle_sequence(hp: Hyperparameters) -> None:
-    """Turn sequence_tokens=0 into a number, and refuse one that the smallest GPU here has no room for.
+# --------------------------------------------------------------------------------------------------
+# 2  Hardware: what follows from the machine
+# --------------------------------------------------------------------------------------------------
 
-    Shorter sequences are more micro-steps of the same batch: the same training, to documents that fit them.
+@dataclass
+class Hardware:
+    """Where this process runs, and what follows from it."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0                         # among the ranks of this machine
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32          # of activations
+    muon_dtype: torch.dtype = torch.float32     # of Newton–Schulz
+    attention: str = "banded"
+    flex_options: dict | None = None            # FlexAttention's tiles; None: Inductor's own
+    compile: bool = False
+    why_not_compiled: str = ""
+    timeout: float = 600.0                      # seconds that a collective may take
+    launcher_pid: int = 0                       # torchrun's process, on one machine; 0: none
+
+
+def find_hardware(hp: Hyperparameters) -> Hardware:
+    """Ranks come from torchrun's variables; without them there is one process and no group."""
+    here = Hardware(rank=int(os.environ.get("RANK", 0)),
+                    world_size=int(os.environ.get("WORLD_SIZE", 1)),
+                    local_rank=int(os.environ.get("LOCAL_RANK", 0)), timeout=hp.timeout)
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun on one machine
+        here.launcher_pid = os.getppid()
+    kind = hp.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device=mps: this machine has none; give --device=cpu")
+    if kind == "cuda" and here.local_rank >= torch.cuda.device_count():
+        raise UserError(f"--device=cuda: rank {here.rank} needs GPU {here.local_rank} and there "
+                        f"are {torch.cuda.device_count()}; start one process per GPU, or give "
+                        "--device=cpu")
+    here.device = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
+
+    # GPUs compute in bfloat16 from Ampere on (older ones emulate it); on a CPU only Muon does.
+    has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    cpu = torch.cpu.get_capabilities() if kind == "cpu" else {}
+    here.dtype = choose_dtype(hp.dtype, has_bf16)
+    here.muon_dtype = choose_dtype(hp.muon_dtype, has_bf16 or cpu.get("avx512_bf16")
+                                   or cpu.get("amx_bf16"))
+    here.why_not_compiled = why_not_compile(hp, kind)
+    here.compile = not here.why_not_compiled
+
+    can_flex = has_bf16 and here.compile
+    if hp.attention == "flex" and not can_flex:
+        raise UserError("--attention=flex: it trains only compiled, on a GPU with bfloat16 "
+                        "(NVIDIA: from Ampere on); give --attention=banded")
+    if can_flex and hp.attention != "banded":
+        here.attention = "flex"
+        padded_head = 1 << (hp.model_dim // hp.num_heads - 1).bit_length()  # Triton: powers of two
+        here.flex_options = choose_flex_options(torch.cuda.get_device_properties(here.device),
+                                                padded_head * here.dtype.itemsize)
+    return here
+
+
+def choose_dtype(name: str, has_bf16: bool) -> torch.dtype:
+    if name == "auto":
+        name = "bfloat16" if has_bf16 else "float32"
+    return getattr(torch, name)
+
+
+def why_not_compile(hp: Hyperparameters, device_type: str) -> str:
+    """Empty where torch.compile is to be used.
+
+    On a CPU it makes a step a fifth faster, after a minute of compiling: only long runs gain.
     """
-    lengths = sequence_lengths(hp)
-    automatic, hp.sequence_tokens = not hp.sequence_tokens, hp.sequence_tokens or max(lengths, default=2**16)
-    validate(hp)
-    if hp.checkpoint or hp.device not in ("auto", "cuda") or not torch.cuda.is_available() or (
-            automatic and not lengths):  # the ranks do not divide the batch: micro_steps says so
-        return
-    place, cards = find_place(hp), map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    room = usable(min(card.total_memory for card in cards))
-    state, per_token = memory_needed(hp, place)
-    fitting = max((length for length in lengths if state + length * per_token <= room), default=0)
-    if automatic:
-        hp.sequence_tokens = fitting or min(lengths, default=hp.sequence_tokens)
-    if (needed := state + hp.sequence_tokens * per_token) > room:
-        remedy = f"--sequence_tokens={fitting} is the most that fits" if fitting else "train a smaller model"
-        raise UserError(f"--sequence_tokens={hp.sequence_tokens}: it needs about {needed / 2**30:.1f} GiB "
-                        f"and the GPU has {max(0, room) / 2**30:.1f} GiB for it; {remedy}")
+    if hp.compile == "no":
+        return "--compile=no"
+    missing = ""
+    if device_type == "mps":
+        missing = "there is no compiler for it"
+    elif device_type == "cpu":
+        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+            missing = "there is no C++ compiler (g++ or clang++) here"
+    elif torch.cuda.get_device_properties(0).major < 7:
+        missing = "there is no Triton for this GPU"
+    else:
+        try:
+            start_triton()
+        except (*FOREIGN_ERRORS, ImportError, subprocess.SubprocessError) as error:
+            missing = (f"Triton cannot start ({reason_of(error)}), which needs a C compiler and "
+                       f"Python.h (gcc, python3.{sys.version_info.minor}-dev)")
+    if missing and hp.compile == "yes":
+        raise UserError(f"--compile=yes: {missing}; install it, or give --compile=no")
+    flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
+    if not missing and hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
+        return "the run is too short for it to pay on a CPU"
+    return missing
 
 
-def sequence_lengths(hp: Hyperparameters) -> list[int]:
-    """Into what the batch can be cut: powers of two, from the mask's block to 65,536."""
-    ranks, segment = int(os.environ.get("WORLD_SIZE", 1)), hp.segment_tokens or 1
-    return [length for length in (BLOCK * 2**power for power in range(10)) if hp.val_tokens % length ==
-            hp.batch_tokens % (ranks * length) == length % segment == 0]
+def start_triton() -> None:
+    """On its first GPU Triton builds a library in C, long before it is asked for a kernel."""
+    from triton.runtime import driver
+    driver.active.utils
 
 
-def usable(card_bytes: int) -> float:
-    return 0.9 * card_bytes - 2**30  # less fragments, CUDA itself, workspaces
+def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
+    """Settings of the process that precede everything else on the device."""
+    device = hardware.device
+    if device.type == "cuda":
+        with explained(f"GPU {device.index} cannot be used",
+                       "see nvidia-smi, install a PyTorch built for it, or give --device=cpu"):
+            torch.cuda.set_device(device)
+            torch.empty(1, device=device, requires_grad=True).backward()  # starts CUDA, autograd
+        torch.backends.cuda.enable_cudnn_sdp(False)  # an H100's first choice plans each length anew
+        torch._inductor.config.coordinate_descent_tuning = hp.tune_kernels
+        torch._inductor.config.combo_kernels = True  # the casts of eight weights in one launch
+        torch._inductor.config.combo_kernels_pointwise_only = True
+    elif device.type == "cpu":
+        torch.use_deterministic_algorithms(True)  # repeatable bit for bit; on CUDA it costs speed
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    if hp.fp8_head and device.type != "cpu":
+        lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
+        if device.type == "mps" or torch.cuda.get_device_capability(device) < lowest:
+            raise UserError("--fp8_head=true: this device has no FP8, which takes compute "
+                            "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false")
 
 
-AT_LEAST_1 = ("vocab_size", "vocab_multiple", "num_steps", "num_heads", "model_dim", "mlp_ratio", "log_every",
-              "window_start", "window_end", "muon_steps", "epochs", "keep_checkpoints", "timeout")
-AT_LEAST_0 = ("segment_tokens", "val_every", "softcap", "embed_rate", "head_rate", "scalar_rate", "muon_rate",
-              "muon_decay", "muon_warmup_steps", "cooldown", "temperature", "top_k", "sample_tokens", "seed",
-              "document_token", "save_every")
-BELOW_1 = ("adam_beta1", "adam_beta2", "muon_momentum", "muon_momentum_start")
+# ---- memory: which sequence_tokens fits ----
+
+def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float]:
+    """(bytes, bytes per token of a sequence) at the peak of a step.
+
+    Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them.
+    """
+    itemsize = hardware.dtype.itemsize
+    rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
+    num_tables = len({table for table in hp.value_tables if table is not None})
+    attention_layers = hp.num_layers - len(hp.layers_without_attention)
+    embeddings = (1 + num_tables) * rows * hp.model_dim * (itemsize if hp.bf16_embeddings else 4)
+    head = 4 * hp.padded_vocab * hp.model_dim
+    matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
+    fixed = 5 * (embeddings + head)             # weights, gradients twice, two moments
+    fixed += 3 * matrices                       # weights, gradients twice
+    fixed += matrices / hardware.world_size     # momentum, shared among the ranks
+    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim          # activations kept for the backward
+    if hardware.attention == "banded" and hardware.device.type != "cpu":
+        band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
+        per_layer += 3 * hp.num_heads * band                    # attention weights, three copies
+    logits = hp.padded_vocab * (itemsize if hardware.compile else 16)  # fused; 4 copies in fp32
+    return fixed, hp.num_layers * per_layer * itemsize + logits
 
 
-def validate(hp: Hyperparameters) -> None:
-    """Refuse impossible values and combinations, each in one sentence."""
-    def need(right: bool, name: str, expected: str, better) -> None:
-        if not right:
-            refuse(name, getattr(hp, name), expected, better)
+def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
+    """Powers of two from the mask's block to 65,536 that divide the batch and the validation."""
+    lengths = [BLOCK * 2**power for power in range(10)]
+    return [length for length in lengths
+            if hp.batch_tokens % (world_size * length) == 0 and hp.val_tokens % length == 0
+            and length % (hp.segment_tokens or 1) == 0]
 
-    for name in AT_LEAST_1:
-        need(getattr(hp, name) >= 1, name, "at least 1", 1)
-    for name in AT_LEAST_0:
-        need(getattr(hp, name) >= 0, name, "0 or more", 0)
-    for name in BELOW_1:
-        need(0 <= getattr(hp, name) < 1, name, "0 or more, below 1", 0.0 if getattr(hp, name) < 0 else 0.99)
-    unit, sequence = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1), hp.sequence_tokens
-    need(hp.num_layers >= 2, "num_layers", "at least 2, an encoder and a decoder", 2)
-    need(hp.value_lambdas in (1, 2), "value_lambdas", "1 or 2", min(2, max(1, hp.value_lambdas)))
-    need(0 < hp.rotary_fraction <= 1, "rotary_fraction", "above 0 and at most 1",
-         1.0 if hp.rotary_fraction > 1 else 0.5)
-    need(hp.rotary_base > 1, "rotary_base", "above 1", 1024.0)
-    need(hp.model_dim % unit == 0, "model_dim", f"a multiple of 4 × num_heads{' and of 16' * hp.fp8_head} = "
-         f"{unit}", nearest_multiple(hp.model_dim, unit))
-    need(sequence > 0 and sequence % BLOCK == 0, "sequence_tokens",
-         f"a multiple of the mask's block of {BLOCK}", nearest_multiple(sequence, BLOCK))
-    if hp.segment_tokens and sequence % hp.segment_tokens:
-        divisors = (n for n in range(1, sequence + 1) if sequence % n == 0)
-        refuse("segment_tokens", hp.segment_tokens, f"a divisor of sequence_tokens={sequence}",
-               min(divisors, key=lambda n: abs(n - hp.segment_tokens)))
-    for name in ("batch_tokens", "val_tokens"):
-        tokens = getattr(hp, name)
-        need(tokens > 0 and tokens % sequence == 0, name, f"a multiple of sequence_tokens={sequence}",
-             nearest_multiple(tokens, sequence))
-    need(hp.document_token < hp.vocab_size, "document_token", f"below vocab_size={hp.vocab_size}",
-         hp.vocab_size - 1)
-    need(all(layer in range(hp.num_layers) for layer in hp.attention_free), "no_attention",
-         f"layers from 0 to {hp.num_layers - 1}", "none")
-    need(len(hp.value_tables) == hp.num_layers, "value_layout",
-         f"one entry for each of the {hp.num_layers} layers", "ends")
-    need(bool(hp.checkpoint or not hp.sample), "checkpoint", "a model to sample from", "logs/…/model.pt")
+
+def usable_bytes(total_bytes: int) -> float:
+    """Of a GPU's memory: less fragments, CUDA itself and workspaces."""
+    return 0.9 * total_bytes - 2**30
+
+
+def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
+    """Replace sequence_tokens=0 by the longest that fits the smallest GPU. Returns a warning.
+
+    Shorter sequences mean more micro-steps of the same batch: the same training, except that
+    attention does not reach across sequences.
+    """
+    fixed, per_token = memory_needed(hp, hardware)
+    if hardware.device.type == "cuda":
+        cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        room = usable_bytes(min(card.total_memory for card in cards))
+    else:
+        room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if hp.sequence_tokens == 0:
+        lengths = possible_sequences(hp, hardware.world_size)
+        fitting = [length for length in lengths if fixed + length * per_token <= room]
+        hp.sequence_tokens = max(fitting, default=min(lengths, default=2**16))
+    needed = fixed + hp.sequence_tokens * per_token
+    if needed <= room:
+        return ""
+    return (f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
+            f"{room / 2**30:.1f}; {less_memory(hp, hardware.world_size)}")
+
+
+def less_memory(hp: Hyperparameters, world_size: int) -> str:
+    """The remedy where memory is short."""
+    lengths = possible_sequences(hp, world_size)
+    shorter = max((length for length in lengths if length < hp.sequence_tokens), default=0)
+    if not shorter:
+        return "train a smaller model"
+    return f"give --sequence_tokens={shorter}: more micro-steps of the same batch"
+
+
+# --------------------------------------------------------------------------------------------------
+# 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice
+# --------------------------------------------------------------------------------------------------
+
+class Shard:
+    """A file of 256 int32 (magic, version, number of tokens, zeros) and the tokens as uint16."""
+
+    def __init__(self, path: str):
+        self.path = path
+        with explained(path, "fetch or make it again"):
+            file_bytes = os.path.getsize(path)
+            with open(path, "rb") as file:
+                header = file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
+        magic, version, self.num_tokens = np.frombuffer(header, dtype="<i4")[:3].tolist()
+        held = max(0, file_bytes - HEADER_BYTES) / 2
+        problem = ""
+        if magic != SHARD_MAGIC:
+            problem = f"not a token shard: it begins with {magic}, not {SHARD_MAGIC}"
+        elif version != SHARD_VERSION:
+            problem = f"shard version {version}, not {SHARD_VERSION}"
+        elif self.num_tokens != held:
+            problem = f"damaged: it claims {self.num_tokens:,} tokens and holds {held:,.10g}"
+        if problem:
+            raise UserError(f"{path}: {problem}; fetch it again, or make it with a script of data/")
+
+    @cached_property
+    def pages(self) -> mmap.mmap:
+        with contextlib.suppress(OSError, ValueError), open(self.path, "rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if len(pages) == HEADER_BYTES + 2 * self.num_tokens:
+                return pages
+        raise UserError(f"{self.path}: removed or changed since the run began; fetch it again")
+
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        out[:] = np.frombuffer(self.pages, "<u2", len(out), HEADER_BYTES + 2 * start)
+
+    def release_pages(self) -> None:
+        """Return what was read to the system: resident memory does not grow with the data."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.pages.madvise(mmap.MADV_DONTNEED)
+
+
+class Loader:
+    """The batches of a set of shards, in order; batch `index` is the same at any world size.
+
+    A batch is made of segments. Each comes from its own lane, an equal part of the shard, and every
+    batch takes the next segment of each lane. With 3 segments to a batch:
+
+        shard      lane 0             lane 1             lane 2             unused rest
+                   AAAABBBBCCCC…      AAAABBBBCCCC…      AAAABBBBCCCC…      …
+        batch 0    AAAA               AAAA               AAAA
+        batch 1        BBBB               BBBB               BBBB
+
+    A small batch that is one stretch of text is mostly one article, and needs twice the tokens for
+    the same loss. With segment_tokens=0 there is one lane, as in the published records. The batch
+    is cut into sequences; micro-step m of rank r takes sequence m · world_size + r. A shard gives
+    as many whole batches as it holds. Of several epochs, each has its own order of the shards.
+    """
+
+    def __init__(self, pattern: str, batch_tokens: int, sequence_tokens: int,
+                 segment_tokens: int = 0, rank: int = 0, world_size: int = 1, device="cpu",
+                 vocab_size: int = 2**16, epochs: int = 1, seed: int = 0):
+        self.pattern = pattern
+        self.paths = sorted(glob.glob(pattern))
+        if not self.paths:
+            raise UserError(f"{pattern}: no token shards there; ./run.sh fetches what a preset "
+                            "needs, and data/ has a script for each source")
+        shards = [Shard(path) for path in self.paths]
+        order = np.random.default_rng(seed).permutation if epochs > 1 else range
+        self.shards = [shards[number] for _ in range(epochs) for number in order(len(shards))]
+        self.epochs = epochs
+        self.batch_tokens = batch_tokens
+        self.sequence_tokens = sequence_tokens
+        self.segment_tokens = segment_tokens or batch_tokens
+        self.num_lanes = batch_tokens // self.segment_tokens
+        self.vocab_size = vocab_size
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.batches = [max(0, shard.num_tokens - 1) // self.num_lanes // self.segment_tokens
+                        for shard in self.shards]       # whole batches in each shard
+        self.ends = list(itertools.accumulate(self.batches))
+        self.index = 0          # the next batch: all there is to know about the position
+        self.prefetched = {}    # the batch being read in the background, by index
+        self.reader = ThreadPoolExecutor(1, "loader")
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def locate(self, index: int) -> tuple[Shard, int]:
+        """(the shard of a batch, the batch's number in it)"""
+        number = bisect.bisect_right(self.ends, index)
+        first = self.ends[number] - self.batches[number]
+        return self.shards[number], index - first
+
+    def read(self, index: int) -> Tensor:
+        """This rank's part of a batch, on the host: uint16 [micro-steps, pieces, tokens + 1]."""
+        shard, number = self.locate(index)
+        lane_tokens = (shard.num_tokens - 1) // self.num_lanes
+        piece_tokens = min(self.segment_tokens, self.sequence_tokens)
+        micro_steps = self.batch_tokens // (self.world_size * self.sequence_tokens)
+        host = torch.empty((micro_steps, self.sequence_tokens // piece_tokens, piece_tokens + 1),
+                           dtype=torch.uint16, pin_memory=self.device.type == "cuda")
+        tokens = host.numpy()
+        for micro_step, piece in np.ndindex(tokens.shape[:2]):
+            sequence = micro_step * self.world_size + self.rank
+            offset = sequence * self.sequence_tokens + piece * piece_tokens
+            lane, inside = divmod(offset, self.segment_tokens)
+            start = lane * lane_tokens + number * self.segment_tokens + inside
+            shard.read_into(tokens[micro_step, piece], start)
+        shard.release_pages()
+        highest = tokens.max()
+        if highest >= self.vocab_size:
+            raise UserError(f"{shard.path}: token {highest} in its batch {number} is outside "
+                            f"vocab_size={self.vocab_size}; the shard is damaged, or made with "
+                            "another tokenizer")
+        return host
+
+    def next_batch(self, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
+        """(inputs, targets) of each micro-step, on the device; the next batch is read meanwhile."""
+        if self.index >= len(self):
+            raise UserError(f"{self.pattern}: used up after {len(self):,} batches of "
+                            f"{self.batch_tokens:,} tokens; add shards, or give --epochs")
+        pending = self.prefetched.pop(self.index, None) or self.reader.submit(self.read, self.index)
+        host = pending.result().view(torch.int16)  # CUDA has no uint16
+        tokens = host.to(self.device, non_blocking=True)
+        self.index += stride
+        if self.index < len(self):
+            self.prefetched = {self.index: self.reader.submit(self.read, self.index)}
+        return [(pieces[:, :-1].flatten().int() & 0xFFFF, pieces[:, 1:].flatten().long() & 0xFFFF)
+                for pieces in tokens]
+
+
+class Data(NamedTuple):
+    """What a run reads."""
+    train: Loader
+    val: Loader
+    bytes_per_token: float | None   # of the validation text, where a manifest says so
+    hashes: dict                    # path of each shard: its sha256 by the manifest, or None
+
+
+def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
+    """Open all shards; refuse what would fail in the middle of the run."""
+    micro_steps(hp, hardware)
+    train = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
+                   hardware.rank, hardware.world_size, hardware.device, hp.vocab_size, hp.epochs,
+                   hp.seed)
+    val = Loader(hp.val_files, hp.sequence_tokens, hp.sequence_tokens, device=hardware.device,
+                 vocab_size=hp.vocab_size)
+    check_budget(hp, train, hp.num_steps, "num_steps", 1)
+    check_budget(hp, val, hp.val_tokens // hp.sequence_tokens, "val_tokens", hp.sequence_tokens)
+    train_hashes, _ = check_manifests(hp, train)
+    val_hashes, bytes_per_token = check_manifests(hp, val)
+    return Data(train, val, bytes_per_token, train_hashes | val_hashes)
+
+
+def micro_steps(hp: Hyperparameters, hardware: Hardware) -> int:
+    """Forward passes of a rank per step: fewer ranks take more, and the batch stays the same."""
+    unit = hardware.world_size * hp.sequence_tokens
+    if hp.batch_tokens % unit:
+        raise UserError(f"--batch_tokens={hp.batch_tokens}: expected a multiple of ranks × "
+                        f"sequence_tokens = {hardware.world_size} × {hp.sequence_tokens}; the "
+                        f"nearest is --batch_tokens={nearest_multiple(hp.batch_tokens, unit)}")
+    return hp.batch_tokens // unit
 
 
 def nearest_multiple(number: int, unit: int) -> int:
     return max(round(number / unit), 1) * unit
 
 
-def help_text() -> str:
-    """Every hyperparameter with its default and its meaning, which is its comment above."""
-    lines = [__doc__.split("\n\nContents")[0], "", "Hyperparameters:"]
-    for line in inspect.getsource(Hyperparameters).splitlines():
-        if field := re.match(r"    (\w+): [\w |]+ = .+?  # (.+)", line):
-            lines.append(f"  --{field[1]}={getattr(Hyperparameters, field[1])}".ljust(34) + f"  {field[2]}")
-        elif heading := re.match(r"    # (.+)", line):
-            lines.append(f"\n {heading[1]}")
-    return "\n".join([*lines, "", "Presets (--preset=NAME, repeatable, later win): " + ", ".join(PRESETS)])
+def check_budget(hp: Hyperparameters, loader: Loader, needed: int, name: str, unit: int) -> None:
+    """Refuse a run that would use up its shards. `unit`: what --name counts per batch."""
+    if len(loader) >= needed:
+        return
+    remedies = []
+    if missing_data(hp):
+        source, *shards = missing_data(hp).split()
+        remedies.append(" ".join([f"fetch the rest with: python data/{source}.py", *shards]))
+    batches_per_epoch = len(loader) // loader.epochs
+    if name == "num_steps" and batches_per_epoch:
+        remedies.append(f"repeat them with --epochs={-(-needed // batches_per_epoch)}")
+    if len(loader):
+        remedies.append(f"lower it to --{name}={len(loader) * unit}")
+    else:
+        remedies.append("lower --batch_tokens or --sequence_tokens")
+    raise UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
+                    f"{loader.batch_tokens} tokens and --{name}={needed * unit} needs {needed}; "
+                    f"{', or '.join(remedies)}")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 2  Muon: momentum, orthogonalized by Newton–Schulz (https://kellerjordan.github.io/posts/muon)
-# ------------------------------------------------------------------------------------------------------------
-
-def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Bring the singular values of each matrix [..., rows, columns] near 1 and keep its singular vectors.
-
-    A quintic as steep at zero as can be: five steps lift every singular value above 0.01 of the norm to about
-    [0.7, 1.15], which trains as well as exact orthogonality.
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    tall = matrices.size(-2) > matrices.size(-1)
-    X = matrices.mT if tall else matrices  # the shorter side first: the smaller Gram matrix
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        A = X @ X.mT
-        X = a * X + (b * A + c * (A @ A)) @ X
-    return X.mT if tall else X
+def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | None]:
+    """(sha256 of each shard, bytes of text per token), where data/ left a manifest."""
+    held = {shard.path: shard.num_tokens for shard in loader.shards}
+    described = any((Path(path).parent / "manifest.json").exists() for path in held)
+    if not described or not (FOLDER / "data").is_dir():
+        return dict.fromkeys(held), None
+    with data_module("shards") as shards:
+        return shards.check_manifests(held, hp.vocab_size, hp.document_token)
 
 
-def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Tensor, rest: Tensor, lerp: bool,
-                       nesterov: bool, steps: int, dtype: torch.dtype) -> Tensor:
-    """Moves the momentum on; orthogonalized updates, stacked, each with its shorter side first."""
-    for grad, buffer in zip(grads, buffers):
-        buffer.lerp_(grad, rest) if lerp else buffer.mul_(momentum).add_(grad)
-    ahead = buffers
-    if nesterov:
-        ahead = [grad.lerp(buffer, momentum) if lerp else torch.addcmul(grad, buffer, momentum)
-                 for grad, buffer in zip(grads, buffers)]
-    wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in ahead])
-    return newton_schulz(wide.to(dtype), steps)
+def missing_data(hp: Hyperparameters) -> str:
+    """What run.sh fetches: "enwik8", "fineweb N" for N training shards, or "" for nothing."""
+    if not (FOLDER / "data").is_dir():
+        return ""
+    with data_module("shards") as shards:
+        return shards.what_to_fetch(hp.train_files, hp.val_files, hp.num_steps, hp.batch_tokens,
+                                    hp.epochs)
 
 
-def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: float) -> None:
-    for shape in dict.fromkeys(p.shape for p in params):
-        alike = [p for p in params if p.shape == shape]
-        theirs = [update if shape == update.shape else update.mT
-                  for p, update in zip(params, updates) if p.shape == shape]
-        if decay:
-            torch._foreach_addcmul_(alike, alike, [rate] * len(alike), -decay)
-        torch._foreach_addcmul_(alike, theirs, [rate] * len(alike), -update_scale(alike[0]))
+@contextlib.contextmanager
+def data_module(name: str):
+    """A module of data/ for use in a with block; what it refuses becomes a UserError of ours."""
+    folder = str(FOLDER / "data")
+    sys.path.insert(0, folder)
+    try:
+        shards = importlib.import_module("shards")
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"data/{name}.py cannot be imported ({error}); it belongs beside "
+                        "train_gpt.py, and data/requirements.txt lists its packages") from None
+    finally:
+        sys.path.remove(folder)
+    try:
+        yield module
+    except shards.UserError as error:
+        raise UserError(str(error)) from None
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon over any number of ranks, or none: each orthogonalizes its share while the one before is gathered.
-
-    Parameters are grouped by size, the largest first. Of each chunk of world_size × per_rank parameters in a
-    group, a rank takes per_rank, by default as many as make the group one chunk; an asynchronous all-gather
-    shares the updates, and the chunk before is applied meanwhile, also across groups: what nothing hides is
-    the last gather, of the smallest. A rank keeps the momentum of its own parameters only.
-    """
-
-    def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0, steps=5,
-                 rank=0, world_size=1, per_rank=None, dtype=torch.float32, compile=False):
-        params = list(params)
-        assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
-        self.rank, self.world_size, self.per_rank, self.dtype = rank, world_size, per_rank, dtype
-        self.host_numbers = compile
-        wrap = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if compile else (lambda f: f)
-        self.orthogonal_updates, self.apply_updates = wrap(orthogonal_updates), wrap(apply_updates)
-        sizes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
-        groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == size]) for size in sizes]
-        super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, lerp=lerp, steps=steps,
-                                      weight_decay=weight_decay))
-
-    def share_of(self, group: dict) -> int:
-        """How many parameters of a chunk are one rank's."""
-        return self.per_rank or -(-len(group["params"]) // self.world_size)
-
-    def chunks(self, group: dict):
-        """(the parameters of each chunk, those of them that are this rank's)"""
-        share = self.share_of(group)
-        for start in range(0, len(group["params"]), self.world_size * share):
-            chunk = group["params"][start:start + self.world_size * share]
-            yield chunk, chunk[self.rank * share:(self.rank + 1) * share]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        before = None
-        for group in self.param_groups:
-            for chunk, mine in self.chunks(group):
-                updates = self.updates(mine, group)
-                if before:
-                    self.apply(*before)
-                before = group, chunk, *self.share(updates, group)
-        self.apply(*before)
-
-    def number(self, value: float, p: Tensor) -> Tensor:
-        """As a tensor, a changed rate or momentum compiles nothing again; kernels take it from the host."""
-        return torch.tensor(value, dtype=p.dtype, device=None if self.host_numbers else p.device)
-
-    def updates(self, mine: list[Tensor], group: dict) -> Tensor | None:
-        if not mine:
-            return None
-        for p in mine:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        momentum, rest = (self.number(x, mine[0]) for x in (group["momentum"], 1 - group["momentum"]))
-        return self.orthogonal_updates(
-            [p.grad for p in mine], [self.state[p]["momentum_buffer"] for p in mine], momentum, rest,
-            group["lerp"], group["nesterov"], group["steps"], self.dtype)
-
-    @torch.no_grad()
-    def gather_momentum(self):
-        """(parameter, momentum) of all of them, from the ranks that keep it. A collective."""
-        for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
-                buffer = self.state.get(p, {}).get("momentum_buffer", torch.zeros_like(p))
-                if self.world_size > 1:
-                    dist.broadcast(buffer, number // self.share_of(group) % self.world_size)
-                yield p, buffer
-
-    def share(self, updates: Tensor | None, group: dict):
-        """(the updates of all ranks, the handle to wait for)"""
-        if self.world_size == 1:
-            return updates, None
-        p, share = group["params"][0], self.share_of(group)
-        mine = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
-        if updates is not None:  # the last chunk may have fewer parameters than ranks
-            mine[:len(updates)] = updates
-        everyone = mine.new_empty(self.world_size * share, *mine.shape[1:])
-        return everyone, dist.all_gather_single(everyone, mine, async_op=True)
-
-    def apply(self, group: dict, chunk: list[Tensor], updates: Tensor, handle) -> None:
-        if handle:
-            handle.wait()
-        self.apply_updates(chunk, updates, self.number(group["lr"], chunk[0]), group["weight_decay"])
-
-
-def update_scale(p: Tensor) -> float:
-    """The singular values of a Muon update are the rate times this: tall matrices take larger steps."""
-    return max(1, p.size(0) / p.size(1)) ** 0.5
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 3  Model: a U-Net of transformer blocks over one long sequence (batch size 1)
-# ------------------------------------------------------------------------------------------------------------
-
-def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
-
-
-class Linear(nn.Linear):
-    """Without bias; the weight stays fp32 for the optimizer and is cast where it is used."""
-
-    def __init__(self, in_features: int, out_features: int, zero: bool = False):
-        super().__init__(in_features, out_features, bias=False)
-        if zero:  # a block starts as the identity, the head as the uniform distribution
-            nn.init.zeros_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.type_as(x))
-
-
-class Float8Product(torch.autograd.Function):
-    """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
-
-    The scales leave no room for overflow. x is normed: no entry is above √model_dim. Adam moves a weight by
-    its rate at most, 0.008 a step and so 9 over a run, of the 14 that fit; the first step is well above the
-    smallest number too. The gradient of a mean over the tokens is 1/tokens at most, and 2^-29 of that fits.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.scales = 448 / x.size(1) ** 0.5, 32.0, 2.0**15 * x.size(0)
-        x8, weight8 = (to_float8(y, scale, torch.float8_e4m3fn) for y, scale in zip((x, weight), ctx.scales))
-        ctx.save_for_backward(x8, weight8)
-        return scaled_product(x8, weight8.T, math.prod(ctx.scales[:2]), x.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        (x8, weight8), (x_scale, weight_scale, grad_scale) = ctx.saved_tensors, ctx.scales
-        grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
-        weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))  # the hardware has rows × columns only
-        return (scaled_product(grad8, weight8, grad_scale * weight_scale, grad.dtype),
-                scaled_product(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32))
-
-
-def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Saturating: a plain cast may make NaN of what is too large."""
-    return (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
-
-
-def scaled_product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """(a @ b) / scale; fast: accumulated in fewer bits, which is enough for a sum over model_dim."""
-    one, inverse = torch.ones((), device=a.device), torch.full((), 1 / scale, device=a.device)
-    return torch._scaled_mm(a, b, scale_a=inverse, scale_b=one, out_dtype=dtype, use_fast_accum=fast)
-
-
-class Rotary(nn.Module):
-    """Turns pairs of dimensions by angles that grow with the position; pairs past the fraction never turn."""
-
-    def __init__(self, head_dim: int, max_tokens: int, base: float, fraction: float, endpoint: bool):
-        super().__init__()
-        pairs = head_dim // 2
-        turning = max(1, round(pairs * fraction))
-        exponents = torch.linspace(0, 1, turning) if endpoint else torch.arange(turning) / turning
-        frequencies = F.pad((1 / base) ** exponents, (0, pairs - turning))
-        angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), frequencies)
-        self.register_buffer("cos", angles.cos()[:, None], persistent=False)  # [tokens, 1, pairs], fp32
-        self.register_buffer("sin", angles.sin()[:, None], persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        cos, sin = self.cos[:x.size(0)], self.sin[:x.size(0)]
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).type_as(x)
-
-
-class Attention(nn.Module):
-    def __init__(self, hp: Hyperparameters, rotary: Rotary):
-        super().__init__()
-        self.num_heads, self.rotary = hp.num_heads, rotary
-        self.query, self.key, self.value = (Linear(hp.model_dim, hp.model_dim) for _ in range(3))
-        self.output = Linear(hp.model_dim, hp.model_dim, zero=True)
-        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5] if hp.value_lambdas == 2 else 0.5))
-
-    def mix_values(self, v: Tensor, extra: Tensor | None) -> Tensor:
-        """The stream's values with those of the token itself (a value table), or of the first layer."""
-        if self.value_mix.ndim == 0:
-            return torch.lerp(v, v if extra is None else extra, self.value_mix.type_as(v))
-        own, other = self.value_mix.type_as(v)
-        return own * v if extra is None else own * v + other * extra
-
-    def forward(self, x: Tensor, extra: Tensor | None, mask: "Mask") -> tuple[Tensor, Tensor]:
-        weights = [project.weight.type_as(x) for project in (self.query, self.key, self.value)]
-        q, k, v = F.linear(x, torch.cat(weights)).view(len(x), 3, self.num_heads, -1).unbind(1)  # one product
-        q, k = self.rotary(norm(q)), self.rotary(norm(k))  # QK-norm: attention logits cannot run away
-        return self.output(attend(q, k, self.mix_values(v, extra), mask).reshape(x.shape)), v
-
-
-class Block(nn.Module):
-    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
-        super().__init__()
-        self.attention = None if layer in hp.attention_free else Attention(hp, rotary)
-        self.up = Linear(hp.model_dim, hp.mlp_ratio * hp.model_dim)
-        self.down = Linear(hp.mlp_ratio * hp.model_dim, hp.model_dim, zero=True)
-        self.mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # of the stream and of x0, the embedding
-
-    def forward(self, x: Tensor, x0: Tensor, extra: Tensor | None, mask: "Mask") -> tuple:
-        stream, start = self.mix.type_as(x)
-        x, values = stream * x + start * x0, None
-        if self.attention is not None:
-            attended, values = self.attention(norm(x), extra, mask)
-            x = x + attended
-        return x + self.down(F.relu(self.up(norm(x))).square()), values  # ReLU²: arxiv.org/abs/2109.08668
-
-
-class GPT(nn.Module):
-    def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.float32, attention: str = "banded",
-                 tiles: dict | None = None):
-        super().__init__()
-        self.hp, self.dtype, self.attention, self.tiles = hp, dtype, attention, tiles
-        rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
-        rotary = Rotary(hp.model_dim // hp.num_heads, hp.sequence_tokens, hp.rotary_base, hp.rotary_fraction,
-                        hp.rotary_endpoint)
-        tables = len({table for table in hp.value_tables if table is not None})
-        self.embed = nn.Embedding(rows, hp.model_dim)
-        self.value_embeds = nn.ModuleList(nn.Embedding(rows, hp.model_dim) for _ in range(tables))
-        self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(hp.num_layers))
-        self.skip_weights = nn.Parameter(torch.ones(hp.num_layers - hp.num_layers // 2))
-        self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
-        if hp.bf16_embeddings and dtype == torch.bfloat16:
-            self.embed.bfloat16(), self.value_embeds.bfloat16()
-
-    def forward(self, inputs: Tensor, targets: Tensor | None, window: Tensor) -> Tensor:
-        """Mean loss, or logits where there are no targets. window: int32 (tokens, blocks) of window_at."""
-        assert inputs.ndim == 1 and inputs.size(0) % BLOCK == 0, "one sequence, a multiple of the block"
-        hp, encoder = self.hp, self.hp.num_layers // 2
-        segment = hp.segment_tokens if self.training else 0  # validation text is contiguous
-        mask = build_mask(inputs, window, hp.document_token, segment, self.attention, band_reach(hp),
-                          self.tiles)
-        x = x0 = norm(self.embed(inputs).to(self.dtype))
-        tables = [table(inputs).to(self.dtype).view(len(x), hp.num_heads, -1) for table in self.value_embeds]
-        skips, first_values = [], None
-        for layer, block in enumerate(self.blocks):
-            if layer >= encoder and skips:  # U-Net: the encoder's outputs, last in first out
-                x = x + self.skip_weights[layer - encoder].type_as(x) * skips.pop()
-            table = hp.value_tables[layer]
-            x, values = block(x, x0, first_values if table is None else tables[table], mask)
-            if hp.first_layer_values and first_values is None:
-                first_values = values  # value residual: arxiv.org/abs/2410.17897
-            if layer < encoder:
-                skips.append(x)
-        x, low = norm(x), hp.fp8_head and self.training
-        logits = (Float8Product.apply(x, self.head.weight) if low else self.head(x)).float()
-        if hp.softcap:
-            logits = hp.softcap * torch.tanh(logits / hp.softcap)
-        return logits if targets is None else F.cross_entropy(logits, targets)
-
-
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 4  Masks and attention: causal ∧ same document ∧ within the window
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+
+def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
+    """(tokens, blocks): a query sees keys that are fewer tokens and fewer blocks back. Never empty.
+
+    window_unit says which of them limits: "block" the second, "token" the first; "token_in_block"
+    both, as in the system of 2024-12-08.
+    """
+    tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
+    if hp.window_unit == "block":
+        return NO_LIMIT, max(1, min(NO_LIMIT, int(tokens // BLOCK)))
+    tokens = max(64, min(NO_LIMIT, int(tokens // 64) * 64))
+    return tokens, NO_LIMIT if hp.window_unit == "token" else -(-tokens // BLOCK)
+
+
+def blocks_back(window_tokens: int, window_blocks: int) -> int:
+    """How many blocks before its own a query looks into."""
+    return max(0, min(window_blocks - 1, -(-(window_tokens - 1) // BLOCK)))
+
+
+def max_blocks_back(hp: Hyperparameters) -> int:
+    return max(blocks_back(*window_at(hp, step)) for step in (0, hp.num_steps))
+
 
 class Mask(NamedTuple):
     """What each query may look at, in the form that the attention back end takes."""
-    window: Tensor              # int32 (tokens, blocks): a key is seen if it is nearer than both
-    blocks: BlockMask | None    # flex
-    bias: Tensor | None         # banded
-    tiles: dict | None = None   # flex: of its kernels
+    window: Tensor                      # int32 (tokens, blocks) of window_at
+    block_mask: BlockMask | None        # flex
+    bias: Tensor | None                 # banded
+    flex_options: dict | None = None    # flex: tiles of its kernels
 
 
-def build_mask(inputs: Tensor, window: Tensor, document_token: int, segment: int, attention: str,
-               reach: int, tiles: dict | None = None) -> Mask:
+def build_mask(inputs: Tensor, window: Tensor, document_token: int, segment_tokens: int,
+               attention: str, blocks_back: int, flex_options: dict | None = None) -> Mask:
     starts = inputs == document_token
-    if segment:
-        starts = starts | (torch.arange(len(inputs), device=inputs.device) % segment == 0)
+    if segment_tokens:
+        starts = starts | (torch.arange(len(inputs), device=inputs.device) % segment_tokens == 0)
     documents = starts.cumsum(0, dtype=torch.int32)
     if attention == "flex":
-        return Mask(window, flex_block_mask(documents, window), None, tiles)
-    return Mask(window, None, band_bias(documents, window, min(reach, len(inputs) // BLOCK - 1)))
-
-
-def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
-    """Ordered lists of the partial and of the full blocks, straight from the document counts."""
-    tokens = window[0]
-
-    def visible(batch, head, query, key):  # beyond this, the lists below hold the window in blocks
-        return (query >= key) & (documents[query] == documents[key]) & (query - key < tokens)
-
-    def ordered(wanted: Tensor) -> tuple[Tensor, Tensor]:
-        count = wanted.sum(dim=-1, dtype=torch.int32)
-        indices = wanted.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-        return count[None, None].contiguous(), indices[None, None].contiguous()
-
-    # counts never fall along the sequence, so the first and the last of a block tell all about it
-    first, last = (documents.view(-1, BLOCK)[:, end].contiguous() for end in (0, -1))
-    block = torch.arange(len(first), dtype=torch.int32, device=documents.device)
-    distance = block[:, None] - block  # from the key's block to the query's
-    near = (distance >= 0) & (distance < window[1])
-    touched = near & ((distance - 1) * BLOCK + 1 < window[0]) & (first[:, None] <= last)
-    full = near & (distance > 0) & ((distance + 1) * BLOCK - 1 < window[0]) & (last[:, None] == first)
-    return BlockMask.from_kv_blocks(*ordered(touched & ~full), *ordered(full), BLOCK, mask_mod=visible)
-
-
-def band_bias(documents: Tensor, window: Tensor, reach: int) -> Tensor:
-    """0 where a query sees a key, −∞ elsewhere: [blocks, 1, BLOCK, span], linear in the sequence.
-
-    The keys beside a block of queries, its span, are that block itself and the `reach` blocks before it.
-    """
-    span = (reach + 1) * BLOCK
-    key = torch.arange(span, device=documents.device)
-    query = key[-BLOCK:, None]
-    near = (query >= key) & (query - key < window[0]) & (query // BLOCK - key // BLOCK < window[1])
-    key_documents = F.pad(documents, (span - BLOCK, 0), value=-1).unfold(0, span, BLOCK)
-    same = documents.view(-1, BLOCK, 1) == key_documents[:, None]
-    return torch.where(near & same, 0.0, -math.inf)[:, None]
-
-
-def reach_of(tokens: int, blocks: int) -> int:
-    """How many blocks before its own a query looks into."""
-    return max(0, min(blocks - 1, -(-(tokens - 1) // BLOCK)))
-
-
-def band_reach(hp: Hyperparameters) -> int:
-    return max(reach_of(*window_at(hp, step)) for step in (0, hp.num_steps))
+        return Mask(window, flex_block_mask(documents, window), None, flex_options)
+    blocks_back = min(blocks_back, len(inputs) // BLOCK - 1)
+    return Mask(window, None, band_bias(documents, window, blocks_back))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Softmax attention under the mask; everything is [tokens, heads, head_dim]."""
-    if mask.blocks is not None:
+    if mask.block_mask is not None:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = flex_attention(q, k, v, block_mask=mask.blocks, kernel_options=mask.tiles)
+        out = flex_attention(q, k, v, block_mask=mask.block_mask, kernel_options=mask.flex_options)
         return out[0].transpose(0, 1)
     if q.device.type == "cpu":
         return banded_cpu(q, k, v, mask.bias, mask.window)[0]
@@ -736,16 +782,63 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return out.transpose(1, 2).reshape(q.shape)
 
 
-def flex_tiles(shared_memory: int, head_bytes: int) -> dict | None:
-    """FlexAttention's tiles where Inductor's own, which need about 386 × head_bytes, do not fit the GPU.
+# ---- FlexAttention ----
 
-    Square ones in two stages need 6 at most: keys and values, and two pairs of queries and gradients.
+def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
+    """Ordered lists of the partial and of the full blocks, straight from the document counts."""
+    window_tokens = window[0]
+
+    def visible(batch, head, query, key):  # the lists below already hold the window in blocks
+        same_document = documents[query] == documents[key]
+        return (query >= key) & same_document & (query - key < window_tokens)
+
+    def ordered(wanted: Tensor) -> tuple[Tensor, Tensor]:
+        count = wanted.sum(dim=-1, dtype=torch.int32)
+        indices = wanted.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+        return count[None, None].contiguous(), indices[None, None].contiguous()
+
+    # Counts never fall along the sequence: the first and the last of a block tell all about it.
+    first, last = (documents.view(-1, BLOCK)[:, end].contiguous() for end in (0, -1))
+    block = torch.arange(len(first), dtype=torch.int32, device=documents.device)
+    distance = block[:, None] - block  # from the key's block to the query's
+    near = (distance >= 0) & (distance < window[1])
+    touched = near & ((distance - 1) * BLOCK + 1 < window[0]) & (first[:, None] <= last)
+    full = near & (distance > 0) & ((distance + 1) * BLOCK - 1 < window[0])
+    full = full & (last[:, None] == first)
+    return BlockMask.from_kv_blocks(*ordered(touched & ~full), *ordered(full), BLOCK,
+                                    mask_mod=visible)
+
+
+def choose_flex_options(gpu, head_bytes: int) -> dict | None:
+    """FlexAttention's tiles where Inductor's own, of about 386 × head_bytes, do not fit the GPU.
+
+    Square tiles in two stages hold 6 at most: keys, values, two pairs of queries and gradients.
+    ROCm does not report shared memory; Inductor's own tiles fit its 64 KiB.
     """
+    shared_memory = getattr(gpu, "shared_memory_per_block_optin", 0)
     if not shared_memory or shared_memory >= 386 * head_bytes:
         return None
     side = max(16, min(64, 2 ** int(math.log2(shared_memory / head_bytes / 6))))
-    names = "fwd_BLOCK_M fwd_BLOCK_N bwd_BLOCK_M1 bwd_BLOCK_N1 bwd_BLOCK_M2 bwd_BLOCK_N2".split()
+    names = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2",
+             "bwd_BLOCK_N2")
     return dict.fromkeys(names, side) | dict(num_stages=2, num_warps=4)
+
+
+# ---- banded attention: each block of queries with its own block of keys and those before it ----
+
+def band_bias(documents: Tensor, window: Tensor, blocks_back: int) -> Tensor:
+    """0 where a query sees a key, −∞ elsewhere: [blocks, 1, BLOCK, span], linear in the sequence.
+
+    The span of a block of queries is that block itself and the `blocks_back` blocks before it.
+    """
+    span = (blocks_back + 1) * BLOCK
+    key = torch.arange(span, device=documents.device)
+    query = key[-BLOCK:, None]
+    in_window = (query >= key) & (query - key < window[0])
+    in_window = in_window & (query // BLOCK - key // BLOCK < window[1])
+    key_documents = F.pad(documents, (span - BLOCK, 0), value=-1).unfold(0, span, BLOCK)
+    same_document = documents.view(-1, BLOCK, 1) == key_documents[:, None]
+    return torch.where(in_window & same_document, 0.0, -math.inf)[:, None]
 
 
 def query_blocks(x: Tensor) -> Tensor:
@@ -753,40 +846,45 @@ def query_blocks(x: Tensor) -> Tensor:
 
 
 def key_bands(x: Tensor, span: int) -> Tensor:
-    """The keys beside each block of queries, overlapping views: [blocks, heads, span, head_dim]."""
+    """The keys of each block of queries, overlapping views: [blocks, heads, span, head_dim]."""
     return F.pad(x, (0, 0, 0, 0, span - BLOCK, 0)).unfold(0, span, BLOCK).transpose(2, 3)
 
 
 def fold_bands(bands: Tensor) -> Tensor:
-    """The transpose of key_bands: the gradients of the overlapping views, summed."""
+    """The transpose of key_bands: sums the gradients of the overlapping views."""
     blocks, heads, span, head_dim = bands.shape
     total = bands.new_zeros(blocks, BLOCK, heads, head_dim)
-    for back in range(span // BLOCK):  # the part of each band that lies this many blocks before its queries
+    for back in range(span // BLOCK):  # the part of each band that lies this many blocks back
         part = bands[back:, :, span - (back + 1) * BLOCK:span - back * BLOCK]
         total[:blocks - back] += part.transpose(1, 2)
     return total.flatten(0, 1)
 
 
 def narrow_band(bias: Tensor, window: Tensor) -> Tensor:
-    """What this step's window reaches of the bias: a narrow window costs less, and nothing recompiles."""
-    return bias[..., -min(bias.size(-1), (reach_of(*window.tolist()) + 1) * BLOCK):]
+    """The part of the bias that this step's window reaches: a narrow window costs less."""
+    span = (blocks_back(*window.tolist()) + 1) * BLOCK
+    return bias[..., -min(bias.size(-1), span):]
 
 
 # FlexAttention has no backward on the CPU: an operator of our own, opaque to the compiler.
 @torch.library.custom_op("train_gpt::banded_cpu", mutates_args=())
-def banded_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+def banded_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor,
+               window: Tensor) -> tuple[Tensor, Tensor]:
     bias = narrow_band(bias, window)
+    span = bias.size(-1)
     out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query_blocks(q), key_bands(k, bias.size(-1)), key_bands(v, bias.size(-1)), attn_mask=bias)
+        query_blocks(q), key_bands(k, span), key_bands(v, span), attn_mask=bias)
     return out.transpose(1, 2).reshape(q.shape), logsumexp.contiguous()
 
 
 @torch.library.custom_op("train_gpt::banded_cpu_backward", mutates_args=())
-def banded_cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
-                        bias: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def banded_cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                        logsumexp: Tensor, bias: Tensor,
+                        window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     bias = narrow_band(bias, window)
+    span = bias.size(-1)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        query_blocks(grad), query_blocks(q), key_bands(k, bias.size(-1)), key_bands(v, bias.size(-1)),
+        query_blocks(grad), query_blocks(q), key_bands(k, span), key_bands(v, span),
         query_blocks(out), logsumexp, 0.0, False, attn_mask=bias)
     return dq.transpose(1, 2).reshape(q.shape), fold_bands(dk), fold_bands(dv)
 
@@ -813,182 +911,372 @@ def backward(ctx, grad, _):
 banded_cpu.register_autograd(backward, setup_context=save_for_backward)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 5  Data: token shards, memory-mapped; one shared position walks them, each rank takes its own slice
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# 5  Model: a U-Net of transformer blocks over one long sequence (batch size 1)
+# --------------------------------------------------------------------------------------------------
 
-class Shard:
-    """256 int32 of header (magic, version, number of tokens), then the tokens as uint16."""
-
-    def __init__(self, path: str):
-        self.path = path
-        try:
-            size = os.path.getsize(path)
-            with open(path, "rb") as file:
-                header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), dtype="<i4")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); fetch or make it again") from None
-        magic, version, self.num_tokens = header[:3].tolist()
-        held = max(0, size - HEADER_BYTES) / 2
-        if magic != SHARD_MAGIC:
-            raise UserError(f"{path}: not a token shard: it begins with {magic}, not {SHARD_MAGIC}; make it "
-                            "with a script of data/")
-        if version != SHARD_VERSION:
-            raise UserError(f"{path}: shard version {version}, not {SHARD_VERSION}; make it again with data/")
-        if self.num_tokens != held:
-            raise UserError(f"{path}: it claims {self.num_tokens:,} tokens and it holds {held:,.10g}; "
-                            "it is damaged or cut short: fetch or make it again")
-
-    @cached_property
-    def pages(self) -> mmap.mmap:
-        with contextlib.suppress(OSError, ValueError), open(self.path, "rb") as file:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if len(pages) == HEADER_BYTES + 2 * self.num_tokens:
-                return pages
-        raise UserError(f"{self.path}: gone, or not as it was when the run began; fetch or make it again")
-
-    def read_into(self, out: np.ndarray, start: int) -> None:
-        out[:] = np.frombuffer(self.pages, "<u2", len(out), HEADER_BYTES + 2 * start)
-
-    def forget(self) -> None:
-        """Hand the pages that were read back to the system: resident memory does not grow with the data."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self.pages.madvise(mmap.MADV_DONTNEED)
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
 
 
-def read_manifest(folder: Path) -> dict:
-    """What the scripts of data/ say about their shards; empty where they did not make them."""
-    path = folder / "manifest.json"
-    if not path.exists():
-        return {}
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if not (manifest["format"] == 1 and manifest["complete"]):
-            raise UserError(f"{path}: not complete, or of another format; run the script that made it again")
-        shards = {entry["file"]: (entry["tokens"], entry["text_bytes"]) for entry in manifest["shards"]}
-        if not all(number is None or type(number) is int and 0 <= number < 2**63
-                   for numbers in shards.values() for number in numbers):
-            raise ValueError("a number of tokens or of bytes is none")
-        return manifest | dict(shards=shards)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); make it again") from None
+class Linear(nn.Linear):
+    """Without bias; the weight stays fp32 for the optimizer and is cast where it is used."""
+
+    def __init__(self, in_features: int, out_features: int, zero: bool = False):
+        super().__init__(in_features, out_features, bias=False)
+        if zero:  # a block starts as the identity, the head as the uniform distribution
+            nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.type_as(x))
 
 
-def check_manifest(hp: Hyperparameters, shards: list[Shard]) -> float | None:
-    """Refuse shards made for other hyperparameters; returns their bytes of text per token, if known."""
-    tokens, text_bytes = 0, 0
-    manifests = {folder: read_manifest(folder) for folder in {Path(shard.path).parent for shard in shards}}
-    for shard in shards:
-        path = Path(shard.path)
-        if not (manifest := manifests[path.parent]):
-            return None
-        for name in ("vocab_size", "document_token"):
-            if manifest.get(name) != getattr(hp, name):
-                refuse(name, getattr(hp, name), f"that of {path.parent}/manifest.json", manifest.get(name))
-        held, text = manifest["shards"].get(path.name, (None, None))
-        if held != shard.num_tokens:
-            raise UserError(f"{path}: holds {shard.num_tokens} tokens, its manifest says {held}; remake it")
-        tokens, text_bytes = tokens + held, None if text is None or text_bytes is None else text_bytes + text
-    return text_bytes / tokens if text_bytes and tokens else None
+class Float8Product(torch.autograd.Function):
+    """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
 
-
-class Loader:
-    """The batches of a set of shards, in order; batch `index` is the same at any world size.
-
-    A shard gives as many whole batches as it holds; what is left over is passed by. With segments, a batch
-    takes one from each of batch/segment evenly spaced places of the shard, and a place moves on by a segment
-    per batch: a small batch that is one contiguous stretch is mostly one article, and needs twice the tokens.
-    Over several epochs, each goes through the shards in an order of its own.
+    The scales leave no room for overflow. x is normed: no entry is above √model_dim. Adam moves a
+    weight by its rate at most, 0.008 a step and so 9 over a run, of the 14 that fit; the first step
+    is well above the smallest number too. The gradient of a mean over the tokens is 1/tokens at
+    most, and 2^-29 of that fits.
     """
 
-    def __init__(self, pattern: str, batch_tokens: int, sequence_tokens: int, segment_tokens: int = 0,
-                 rank: int = 0, world_size: int = 1, device="cpu", vocab_size: int = 2**16, epochs: int = 1,
-                 seed: int = 0):
-        self.paths = sorted(glob.glob(pattern))
-        if not self.paths:
-            raise UserError(f"{pattern}: no token shards there; ./run.sh fetches what a preset needs, and "
-                            "data/ has a script for each source")
-        shards = [Shard(path) for path in self.paths]
-        shuffle = np.random.default_rng(seed).permutation
-        order = shuffle if epochs > 1 else range
-        self.shards = [shards[number] for _ in range(epochs) for number in order(len(shards))]
-        self.batch_tokens, self.sequence_tokens, self.vocab_size = batch_tokens, sequence_tokens, vocab_size
-        self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
-        self.segment = segment_tokens or batch_tokens
-        self.lanes = batch_tokens // self.segment
-        self.batches = [max(0, shard.num_tokens - 1) // self.lanes // self.segment for shard in self.shards]
-        self.ends = list(itertools.accumulate(self.batches))
-        self.index = 0          # the batch that comes next: all there is to know about the position
-        self.ahead = {}         # the batch being read in the background, by index
-        self.reader = ThreadPoolExecutor(1, "loader")
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        x_scale = 448 / x.size(1) ** 0.5
+        weight_scale = 32.0
+        grad_scale = 2.0**15 * x.size(0)
+        x8 = to_float8(x, x_scale, torch.float8_e4m3fn)
+        weight8 = to_float8(weight, weight_scale, torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, weight8)
+        ctx.scales = x_scale, weight_scale, grad_scale
+        return scaled_product(x8, weight8.T, x_scale * weight_scale, x.dtype, fast=True)
 
-    def __len__(self) -> int:
-        return self.ends[-1]
-
-    def locate(self, index: int) -> tuple[Shard, int]:
-        """(the shard of a batch, its number there)"""
-        number = bisect.bisect_right(self.ends, index)
-        return self.shards[number], index - (self.ends[number] - self.batches[number])
-
-    def read(self, index: int) -> Tensor:
-        """This rank's share of a batch, on the host: uint16 [micro-steps, pieces, tokens + 1]."""
-        shard, place = self.locate(index)
-        stride, piece = (shard.num_tokens - 1) // self.lanes, min(self.segment, self.sequence_tokens)
-        micro_steps = self.batch_tokens // (self.world_size * self.sequence_tokens)
-        host = torch.empty((micro_steps, self.sequence_tokens // piece, piece + 1), dtype=torch.uint16,
-                           pin_memory=self.device.type == "cuda")
-        tokens = host.numpy()
-        for micro, part in np.ndindex(tokens.shape[:2]):
-            offset = (micro * self.world_size + self.rank) * self.sequence_tokens + part * piece
-            lane, inside = divmod(offset, self.segment)
-            shard.read_into(tokens[micro, part], lane * stride + place * self.segment + inside)
-        shard.forget()
-        if (highest := tokens.max()) >= self.vocab_size:
-            raise UserError(f"{shard.path}: token {highest} in its batch {place} is outside vocab_size="
-                            f"{self.vocab_size}; the shard is damaged, or was made with another tokenizer")
-        return host
-
-    def next_batch(self, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
-        """(inputs, targets) of each micro-step, on the device; the batch after is read meanwhile."""
-        if self.index >= len(self):
-            raise UserError(f"{self.paths[0]} and its fellows are used up after {len(self):,} batches "
-                            f"of {self.batch_tokens:,} tokens; add shards")
-        host = self.ahead.pop(self.index, None) or self.reader.submit(self.read, self.index)
-        tokens = host.result().view(torch.int16).to(self.device, non_blocking=True)  # CUDA knows no uint16
-        self.index += stride
-        self.ahead = {self.index: self.reader.submit(self.read, self.index)} if self.index < len(self) else {}
-        return [(pieces[:, :-1].flatten().int() & 0xFFFF, pieces[:, 1:].flatten().long() & 0xFFFF)
-                for pieces in tokens]
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x8, weight8 = ctx.saved_tensors
+        x_scale, weight_scale, grad_scale = ctx.scales
+        grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
+        weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))  # FP8 has rows × columns only
+        x_grad = scaled_product(grad8, weight8, grad_scale * weight_scale, grad.dtype)
+        weight_grad = scaled_product(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
+        return x_grad, weight_grad
 
 
-def check_budget(pattern: str, loader: Loader, needed: int, asked: str, command: str) -> None:
-    """Refuse to start a run that would use up its shards."""
-    if len(loader) < needed:
-        missing = -(-(needed - len(loader)) // max(1, *loader.batches))
-        repeat = ", or let them repeat with --epochs=…" if asked == "num_steps" else ""
-        raise UserError(f"{pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
-                        f"{loader.batch_tokens} tokens and --{asked} asks for {needed}: {missing} shards are "
-                        f"missing; {command}{repeat}, or lower --{asked}")
+def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Saturating: a plain cast may turn what is too large into NaN."""
+    return (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
 
 
-def fetch_command(hp: Hyperparameters) -> str:
-    """The command that gets as many shards as the run needs."""
-    if "data/fineweb" in hp.train_files:
-        per_shard = max(1, (10**8 - 1) // hp.batch_tokens)
-        return f"get them with: python data/fineweb.py {-(-hp.num_steps // per_shard)}"
-    if "data/enwik8" in hp.train_files:
-        return "get them with: python data/enwik8.py"
-    return "make them with: python data/tokenize_text.py"
+def scaled_product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
+                   fast: bool = False) -> Tensor:
+    """(a @ b) / scale; fast: accumulated in fewer bits, enough for a sum over model_dim."""
+    one = torch.ones((), device=a.device)
+    inverse = torch.full((), 1 / scale, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=inverse, scale_b=one, out_dtype=dtype,
+                            use_fast_accum=fast)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 6  Schedules and optimizers
-# ------------------------------------------------------------------------------------------------------------
+class Rotary(nn.Module):
+    """Rotates pairs of dimensions by angles that grow with the position; the rest stays."""
+
+    def __init__(self, head_dim: int, max_tokens: int, base: float, fraction: float,
+                 endpoint: bool):
+        super().__init__()
+        pairs = head_dim // 2
+        rotated = max(1, round(pairs * fraction))
+        exponents = torch.linspace(0, 1, rotated) if endpoint else torch.arange(rotated) / rotated
+        frequencies = F.pad((1 / base) ** exponents, (0, pairs - rotated))
+        angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), frequencies)
+        self.register_buffer("cos", angles.cos()[:, None], persistent=False)  # [tokens, 1, pairs]
+        self.register_buffer("sin", angles.sin()[:, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos = self.cos[:x.size(0)]
+        sin = self.sin[:x.size(0)]
+        first, second = x.float().chunk(2, dim=-1)
+        rotated = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+        return rotated.type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, hp: Hyperparameters, rotary: Rotary):
+        super().__init__()
+        self.num_heads = hp.num_heads
+        self.rotary = rotary
+        self.query = Linear(hp.model_dim, hp.model_dim)
+        self.key = Linear(hp.model_dim, hp.model_dim)
+        self.value = Linear(hp.model_dim, hp.model_dim)
+        self.output = Linear(hp.model_dim, hp.model_dim, zero=True)
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5] if hp.value_lambdas == 2 else 0.5))
+
+    def mix_values(self, v: Tensor, value_embedding: Tensor | None) -> Tensor:
+        """The stream's values with those of a value table, or of the first layer."""
+        if self.value_mix.ndim == 0:
+            other = v if value_embedding is None else value_embedding
+            return torch.lerp(v, other, self.value_mix.type_as(v))
+        own_weight, embedding_weight = self.value_mix.type_as(v)
+        if value_embedding is None:
+            return own_weight * v
+        return own_weight * v + embedding_weight * value_embedding
+
+    def forward(self, x: Tensor, value_embedding: Tensor | None,
+                mask: Mask) -> tuple[Tensor, Tensor]:
+        weights = [project.weight.type_as(x) for project in (self.query, self.key, self.value)]
+        qkv = F.linear(x, torch.cat(weights))  # one product
+        q, k, v = qkv.view(len(x), 3, self.num_heads, -1).unbind(1)
+        q = self.rotary(norm(q))  # QK-norm: attention logits cannot run away
+        k = self.rotary(norm(k))
+        attended = attend(q, k, self.mix_values(v, value_embedding), mask)
+        return self.output(attended.reshape(x.shape)), v
+
+
+class Block(nn.Module):
+    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
+        super().__init__()
+        has_attention = layer not in hp.layers_without_attention
+        self.attention = Attention(hp, rotary) if has_attention else None
+        self.up = Linear(hp.model_dim, hp.mlp_ratio * hp.model_dim)
+        self.down = Linear(hp.mlp_ratio * hp.model_dim, hp.model_dim, zero=True)
+        self.mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # of the stream and of x0, the embedding
+
+    def forward(self, x: Tensor, x0: Tensor, value_embedding: Tensor | None,
+                mask: Mask) -> tuple[Tensor, Tensor | None]:
+        stream_weight, x0_weight = self.mix.type_as(x)
+        x = stream_weight * x + x0_weight * x0
+        values = None
+        if self.attention is not None:
+            attended, values = self.attention(norm(x), value_embedding, mask)
+            x = x + attended
+        hidden = F.relu(self.up(norm(x))).square()  # ReLU²: arxiv.org/abs/2109.08668
+        return x + self.down(hidden), values
+
+
+class GPT(nn.Module):
+    def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.float32,
+                 attention: str = "banded", flex_options: dict | None = None):
+        super().__init__()
+        self.hp = hp
+        self.dtype = dtype
+        self.attention = attention
+        self.flex_options = flex_options
+        rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
+        tables = {table for table in hp.value_tables if table is not None}
+        rotary = Rotary(hp.model_dim // hp.num_heads, hp.sequence_tokens, hp.rotary_base,
+                        hp.rotary_fraction, hp.rotary_endpoint)
+        self.embed = nn.Embedding(rows, hp.model_dim)
+        self.value_embeds = nn.ModuleList(nn.Embedding(rows, hp.model_dim) for _ in tables)
+        self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(hp.num_layers))
+        self.skip_weights = nn.Parameter(torch.ones(hp.num_layers - hp.num_layers // 2))
+        self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
+        if hp.bf16_embeddings and dtype == torch.bfloat16:
+            self.embed.bfloat16()
+            self.value_embeds.bfloat16()
+
+    def forward(self, inputs: Tensor, targets: Tensor | None, window: Tensor) -> Tensor:
+        """Mean loss, or logits where there are no targets. window: int32 (tokens, blocks)."""
+        assert inputs.ndim == 1 and inputs.size(0) % BLOCK == 0, "one sequence of whole blocks"
+        hp = self.hp
+        num_encoders = hp.num_layers // 2
+        segment_tokens = hp.segment_tokens if self.training else 0  # validation is contiguous
+        mask = build_mask(inputs, window, hp.document_token, segment_tokens, self.attention,
+                          max_blocks_back(hp), self.flex_options)
+        x = x0 = norm(self.embed(inputs).to(self.dtype))
+        value_embeddings = [table(inputs).to(self.dtype).view(len(x), hp.num_heads, -1)
+                            for table in self.value_embeds]
+        skips = []
+        first_values = None
+        for layer, block in enumerate(self.blocks):
+            if layer >= num_encoders and skips:  # U-Net: the encoder's outputs, last in first out
+                x = x + self.skip_weights[layer - num_encoders].type_as(x) * skips.pop()
+            table = hp.value_tables[layer]
+            value_embedding = first_values if table is None else value_embeddings[table]
+            x, values = block(x, x0, value_embedding, mask)
+            if hp.first_layer_values and first_values is None:
+                first_values = values  # value residual: arxiv.org/abs/2410.17897
+            if layer < num_encoders:
+                skips.append(x)
+        x = norm(x)
+        if hp.fp8_head and self.training:
+            logits = Float8Product.apply(x, self.head.weight).float()
+        else:
+            logits = self.head(x).float()
+        if hp.softcap:
+            logits = hp.softcap * torch.tanh(logits / hp.softcap)
+        return logits if targets is None else F.cross_entropy(logits, targets)
+
+
+# --------------------------------------------------------------------------------------------------
+# 6  Muon and schedules
+# --------------------------------------------------------------------------------------------------
+
+def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Bring the singular values of each matrix [..., rows, columns] near 1; keep its vectors.
+
+    A quintic as steep at zero as possible: five steps lift every singular value above 0.01 of the
+    norm to about [0.7, 1.15], which trains as well as exact orthogonality.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrices.size(-2) > matrices.size(-1)
+    X = matrices.mT if tall else matrices  # the shorter side first: the smaller Gram matrix
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        A = X @ X.mT
+        X = a * X + (b * A + c * (A @ A)) @ X
+    return X.mT if tall else X
+
+
+def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Tensor, rest: Tensor,
+                       lerp: bool, nesterov: bool, steps: int, dtype: torch.dtype) -> Tensor:
+    """Update the momentum. Returns the orthogonalized updates, stacked, shorter sides first."""
+    for grad, buffer in zip(grads, buffers):
+        if lerp:
+            buffer.lerp_(grad, rest)
+        else:
+            buffer.mul_(momentum).add_(grad)
+    directions = buffers
+    if nesterov and lerp:
+        directions = [grad.lerp(buffer, momentum) for grad, buffer in zip(grads, buffers)]
+    elif nesterov:
+        directions = [torch.addcmul(grad, buffer, momentum) for grad, buffer in zip(grads, buffers)]
+    wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in directions])
+    return newton_schulz(wide.to(dtype), steps)
+
+
+def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: float) -> None:
+    for shape in dict.fromkeys(p.shape for p in params):
+        same_shape = [p for p in params if p.shape == shape]
+        their_updates = [update if shape == update.shape else update.mT
+                         for p, update in zip(params, updates) if p.shape == shape]
+        rates = [rate] * len(same_shape)
+        if decay:
+            torch._foreach_addcmul_(same_shape, same_shape, rates, -decay)
+        torch._foreach_addcmul_(same_shape, their_updates, rates, -update_scale(same_shape[0]))
+
+
+def update_scale(p: Tensor) -> float:
+    """The singular values of an update are the rate times this: tall matrices step further."""
+    return max(1, p.size(0) / p.size(1)) ** 0.5
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalized by Newton–Schulz (https://kellerjordan.github.io/posts/muon).
+
+    Works on any number of ranks, or without a process group. Parameters are grouped by size, the
+    largest first. Of each chunk of world_size × per_rank parameters in a group, a rank takes
+    per_rank, by default as many as make the group one chunk. An asynchronous all-gather shares the
+    updates, and the previous chunk is applied meanwhile, also across groups: only the last gather,
+    of the smallest, is not hidden. A rank keeps the momentum of its own parameters only.
+    """
+
+    def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0,
+                 steps=5, rank=0, world_size=1, per_rank=None, dtype=torch.float32,
+                 compiled=False):
+        params = list(params)
+        assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
+        self.rank = rank
+        self.world_size = world_size
+        self.per_rank = per_rank
+        self.dtype = dtype
+        self.compiled = compiled
+        self.orthogonal_updates = orthogonal_updates
+        self.apply_updates = apply_updates
+        if compiled:
+            compiler = torch.compile(dynamic=False, fullgraph=True)
+            self.orthogonal_updates = compiler(orthogonal_updates)
+            self.apply_updates = compiler(apply_updates)
+        sizes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
+        groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == size])
+                  for size in sizes]
+        super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, lerp=lerp,
+                                      steps=steps, weight_decay=weight_decay))
+        for p in self.own_params():
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+    def share(self, group: dict) -> int:
+        """How many parameters of a chunk are one rank's."""
+        return self.per_rank or -(-len(group["params"]) // self.world_size)
+
+    def chunks(self, group: dict):
+        """(the parameters of each chunk, those of them that are this rank's)"""
+        share = self.share(group)
+        for start in range(0, len(group["params"]), self.world_size * share):
+            chunk = group["params"][start:start + self.world_size * share]
+            yield chunk, chunk[self.rank * share:(self.rank + 1) * share]
+
+    def own_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for _, own in self.chunks(group) for p in own]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        previous = None
+        for group in self.param_groups:
+            for chunk, own in self.chunks(group):
+                updates = self.updates(own, group)
+                if previous:
+                    self.apply(*previous)
+                previous = group, chunk, *self.gather(updates, group)
+        self.apply(*previous)
+
+    def updates(self, own: list[Tensor], group: dict) -> Tensor | None:
+        if not own:
+            return None
+        grads = [p.grad for p in own]
+        buffers = [self.state[p]["momentum_buffer"] for p in own]
+        momentum = self.as_tensor(group["momentum"], own[0])
+        rest = self.as_tensor(1 - group["momentum"], own[0])
+        return self.orthogonal_updates(grads, buffers, momentum, rest, group["lerp"],
+                                       group["nesterov"], group["steps"], self.dtype)
+
+    def gather(self, updates: Tensor | None, group: dict) -> tuple:
+        """(the updates of all ranks, the handle to wait for)"""
+        if self.world_size == 1:
+            return updates, None
+        p = group["params"][0]
+        share = self.share(group)
+        own = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
+        if updates is not None:  # the last chunk may have fewer parameters than ranks
+            own[:len(updates)] = updates
+        everyone = own.new_empty(self.world_size * share, *own.shape[1:])
+        return everyone, dist.all_gather_single(everyone, own, async_op=True)
+
+    def apply(self, group: dict, chunk: list[Tensor], updates: Tensor, handle) -> None:
+        if handle:
+            handle.wait()
+        rate = self.as_tensor(group["lr"], chunk[0])
+        self.apply_updates(chunk, updates, rate, group["weight_decay"])
+
+    def as_tensor(self, value: float, p: Tensor) -> Tensor:
+        """A changed tensor recompiles nothing; compiled kernels take it from the host."""
+        return torch.tensor(value, dtype=p.dtype, device=None if self.compiled else p.device)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict:
+        """With the momentum of all ranks. A collective."""
+        state = super().state_dict()
+        index = itertools.count()
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                owner = number // self.share(group) % self.world_size
+                buffer = self.state.get(p, {}).get("momentum_buffer", torch.empty_like(p))
+                if self.world_size > 1:
+                    dist.broadcast(buffer, owner)
+                state["state"][next(index)] = dict(momentum_buffer=buffer)
+        return state
+
+    def load_state_dict(self, state: dict) -> None:
+        """Of any world size: keeps the momentum of this rank's parameters."""
+        super().load_state_dict(state)
+        own = set(self.own_params())
+        for p in [p for p in self.state if p not in own]:
+            del self.state[p]
+
+
+# ---- schedules: pure functions of the step ----
 
 def rate_at(hp: Hyperparameters, step: int) -> float:
     """Factor on every learning rate: 1, then linearly to 0 over the cool-down."""
-    cooldown = hp.cooldown if hp.cooldown > 1 else hp.cooldown * hp.num_steps
-    return min(1.0, (hp.num_steps - step) / cooldown) if cooldown else 1.0
+    cooldown_steps = hp.cooldown if hp.cooldown > 1 else hp.cooldown * hp.num_steps
+    return min(1.0, (hp.num_steps - step) / cooldown_steps) if cooldown_steps else 1.0
 
 
 def momentum_at(hp: Hyperparameters, step: int) -> float:
@@ -996,343 +1284,699 @@ def momentum_at(hp: Hyperparameters, step: int) -> float:
     return (1 - done) * hp.muon_momentum_start + done * hp.muon_momentum
 
 
-def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
-    """(tokens, blocks): a query sees the keys that are fewer tokens and fewer blocks back. Never nothing."""
-    tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
-    if hp.window_unit == "block":
-        return FAR, max(1, min(FAR, int(tokens // BLOCK)))
-    tokens = max(64, min(FAR, int(tokens // 64) * 64))
-    return tokens, FAR if hp.window_unit == "token" else -(-tokens // BLOCK)
+def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Tensor) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * rate_at(hp, step)
+            if "momentum" in group:
+                group["momentum"] = momentum_at(hp, step)
+    window.copy_(torch.tensor(window_at(hp, step), dtype=torch.int32), non_blocking=True)
 
+
+# ---- which parameter goes where ----
 
 def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
-    """Which parameters go where, by name: every one in exactly one group."""
+    """The parameters of each group by name: every parameter is in exactly one."""
     rates = dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
     groups = {kind: dict(lr=lr, params={}) for kind, lr in rates.items()}
     for name, p in model.named_parameters():
-        kind = ("embed" if name.startswith(("embed.", "value_embeds.")) else
-                "head" if name.startswith("head.") else "scalar" if p.ndim < 2 else
-                "muon" if p.ndim == 2 and name.startswith("blocks.") else None)
-        if kind is None:
+        if name.startswith(("embed.", "value_embeds.")):
+            kind = "embed"
+        elif name.startswith("head."):
+            kind = "head"
+        elif p.ndim < 2:
+            kind = "scalar"
+        elif p.ndim == 2 and name.startswith("blocks."):
+            kind = "muon"
+        else:
             raise UserError(f"parameter {name} has no optimizer; give it one in optimizer_groups")
         groups[kind]["params"][name] = p
     return groups
 
 
-def build_optimizers(hp: Hyperparameters, model: GPT, place: "Place") -> tuple[torch.optim.Adam, Muon]:
+def build_optimizers(hp: Hyperparameters, model: GPT,
+                     hardware: Hardware) -> tuple[torch.optim.Adam, Muon]:
     groups = optimizer_groups(hp, model)
-    adam = torch.optim.Adam([dict(params=list(groups[kind]["params"].values()), lr=groups[kind]["lr"])
-                             for kind in ("embed", "head", "scalar")],
-                            betas=(hp.adam_beta1, hp.adam_beta2), fused=True)
-    muon = Muon(groups["muon"]["params"].values(), hp.muon_rate, hp.muon_momentum, hp.muon_nesterov,
-                hp.muon_lerp, hp.muon_decay, hp.muon_steps, place.rank, place.world_size,
-                dtype=place.muon_dtype, compile=place.compile and place.device.type == "cuda")
+    adam_groups = [dict(params=list(groups[kind]["params"].values()), lr=groups[kind]["lr"])
+                   for kind in ("embed", "head", "scalar")]
+    adam = torch.optim.Adam(adam_groups, betas=(hp.adam_beta1, hp.adam_beta2), fused=True)
+    muon = Muon(groups["muon"]["params"].values(), hp.muon_rate, hp.muon_momentum,
+                hp.muon_nesterov, hp.muon_lerp, hp.muon_decay, hp.muon_steps, hardware.rank,
+                hardware.world_size, dtype=hardware.muon_dtype,
+                compiled=hardware.compile and hardware.device.type == "cuda")
     for group in (*adam.param_groups, *muon.param_groups):
         group["base_lr"] = group["lr"]
     return adam, muon
 
 
-def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Tensor) -> None:
-    for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
-        group["lr"] = group["base_lr"] * rate_at(hp, step)
-        if "momentum" in group:
-            group["momentum"] = momentum_at(hp, step)
-    window.copy_(torch.tensor(window_at(hp, step), dtype=torch.int32), non_blocking=True)
+# --------------------------------------------------------------------------------------------------
+# 7  The step and the loop
+# --------------------------------------------------------------------------------------------------
+
+def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
+    """The sum over all ranks, as numbers.
+
+    Times out before NCCL's watchdog, so that the error names the rank.
+    """
+    if hardware.world_size > 1:
+        work = dist.all_reduce(values, async_op=True)
+        deadline = time.monotonic() + hardware.timeout
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise dist.DistError(f"no answer in {hardware.timeout:g} s")
+            time.sleep(2e-5)
+        work.wait()
+    return values.tolist()
 
 
-# ------------------------------------------------------------------------------------------------------------
-# 7  Logging and checkpoints
-# ------------------------------------------------------------------------------------------------------------
+def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 128) -> nn.Module:
+    """Average the ranks' gradients, in buckets, during the backward pass.
+
+    Dynamo cuts the graph at each bucket, and sums across cuts are not fused: few buckets.
+    """
+    if hardware.world_size == 1:
+        return model
+    device_ids = [hardware.device] if hardware.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, forward_sync_buffers=False,
+                                   gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+
+
+class Trainer:
+    """The state of a training run, and one step of it."""
+
+    def __init__(self, hp: Hyperparameters, hardware: Hardware, data: Data):
+        self.hp = hp
+        self.hardware = hardware
+        self.data = data
+        torch.manual_seed(hp.seed)
+        self.model = GPT(hp, hardware.dtype, hardware.attention, hardware.flex_options)
+        self.model.to(hardware.device)
+        self.window = torch.zeros(2, dtype=torch.int32, device=hardware.device)
+        self.optimizers = build_optimizers(hp, self.model, hardware)  # Adam, Muon
+        self.forward = self.model
+        if hardware.compile:
+            self.forward = torch.compile(self.model, dynamic=False, fullgraph=True)
+        self.ddp_model = wrap_ddp(self.forward, hardware)
+        self.stop_requested = False     # by a signal to this rank
+        self.stopping = False           # all ranks learn it in the same step
+
+    def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
+        """One optimizer step. Returns the mean loss over all ranks.
+
+        A loss or gradient that is not finite raises before the optimizers change a weight.
+        """
+        set_schedules(self.hp, step, self.optimizers, self.window)
+        mean_loss = torch.zeros((), device=self.hardware.device)
+        for micro_step, (inputs, targets) in enumerate(batch, 1):
+            synchronize = micro_step == len(batch) or self.hardware.world_size == 1
+            with contextlib.nullcontext() if synchronize else self.ddp_model.no_sync():
+                loss = self.ddp_model(inputs, targets, self.window) / len(batch)
+                mean_loss += loss.detach()
+                loss.backward()
+        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
+                                                  foreach=self.hardware.device.type != "mps")
+        stop = torch.full_like(mean_loss, self.stop_requested)
+        sums = all_reduce_sum(torch.stack((mean_loss, grad_norm.float(), stop)), self.hardware)
+        loss = sums[0] / self.hardware.world_size
+        self.stopping = sums[2] > 0
+        self.require_finite(step + 1, loss, sums[1])
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def require_finite(self, step: int, loss: float, total_norm: float | Tensor) -> None:
+        """Name what is not finite, and the batch to replay."""
+        if math.isfinite(loss) and math.isfinite(total_norm):
+            return
+        tensors = {f"parameter {name}": p for name, p in self.model.named_parameters()}
+        tensors |= {f"gradient of {name}": p.grad for name, p in self.model.named_parameters()}
+        wrong = [name for name, x in tensors.items() if x is not None and not x.isfinite().all()]
+        found = f"{wrong[0]} is not finite" if wrong else "all parameters and gradients are finite"
+        index = max(0, self.data.train.index - 1)
+        shard, number = self.data.train.locate(index)
+        raise SharedError(f"the loss of step {step} is {loss}: {found}; the batch is {index}, "
+                          f"number {number} of {shard.path}; lower the rates, or replay it from "
+                          "the last checkpoint")
+
+    def state_dict(self) -> dict:
+        """All that the rest of the training depends on. A collective: Muon gathers its momentum."""
+        adam, muon = self.optimizers
+        return dict(model=self.model.state_dict(), adam=adam.state_dict(), muon=muon.state_dict(),
+                    batch_index=self.data.train.index, rng_state=torch.random.get_rng_state())
+
+    def load_state_dict(self, state: dict) -> None:
+        """The state of a run with any number of ranks; learning rates and the like stay our own."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, name in zip(self.optimizers, ("adam", "muon")):
+            groups = [dict(group) for group in optimizer.param_groups]
+            optimizer.load_state_dict(state[name])
+            for group, ours in zip(optimizer.param_groups, groups):
+                group.update(ours)
+        self.data.train.index = state["batch_index"]
+        torch.random.set_rng_state(state["rng_state"])
+
+    def warm_up(self) -> None:
+        """Compile every path on made-up tokens, then restore everything as it was."""
+        saved = copy_to_host(self.state_dict())  # to the host: the GPU may have no room
+        tokens = torch.arange(self.hp.sequence_tokens + 1, device=self.hardware.device)
+        tokens = tokens % self.hp.vocab_size
+        batch = [(tokens[:-1].int(), tokens[1:].long())] * micro_steps(self.hp, self.hardware)
+        for step in (0, self.hp.num_steps - 1):
+            self.step(batch, step)
+        with torch.no_grad():
+            self.forward.eval()(*batch[0], self.window)
+        self.forward.train()
+        self.load_state_dict(saved)
+
+
+def copy_to_host(state):
+    """A copy of nested containers with every tensor on the CPU."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: copy_to_host(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [copy_to_host(value) for value in state]
+    return state
+
+
+class Clock:
+    """Milliseconds of wall time by kind of work; waits for the device at each change."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.ms = dict(warmup=0.0, train=0.0, val=0.0)
+        self.kind = None
+
+    def switch(self, kind: str | None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.ms = self.now()
+        self.kind = kind
+        self.started = time.perf_counter()
+
+    def now(self) -> dict[str, float]:
+        ms = dict(self.ms)
+        if self.kind:
+            ms[self.kind] += 1000 * (time.perf_counter() - self.started)
+        return ms
+
+
+def train(hp: Hyperparameters, hardware: Hardware, run) -> int:
+    """The whole run, in the folder and from the checkpoint of `run` (section 9).
+
+    Returns the exit code: 0, or 128 + the signal that stopped it.
+    """
+    data = open_data(hp, hardware)
+    prepare_device(hp, hardware)
+    join_group(hardware)
+    trainer = Trainer(hp, hardware, data)
+    clock = Clock(hardware.device)
+    start_step = restore(trainer, clock, run.checkpoint) if run.checkpoint else 0
+    check_ranks_agree(trainer, start_step)
+    log = Logger(run, hp, hardware, data)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    log.write(f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens")
+    if hardware.compile:
+        log.write("compiling and warming up …")
+        clock.switch("warmup")
+        trainer.warm_up()
+    graphs = count_compiled_graphs()
+    saved_step = start_step
+    clock.switch("train")
+    with Saver(run.folder, hardware.rank == 0) as saver, SignalHandler(trainer) as signals:
+        for step in range(start_step, hp.num_steps + 1):
+            last_step = step == hp.num_steps
+            if last_step and hp.save_model:  # before the validation, which may take long
+                saver.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp),
+                                            step=step, model=trainer.model.state_dict()))
+            save_due = hp.save_every and (last_step or step % hp.save_every == 0)
+            if step > saved_step and (save_due or trainer.stopping):
+                save_checkpoint(trainer, saver, log, clock, step)
+                saved_step = step
+            if trainer.stopping:
+                break
+            if last_step or (hp.val_every and step % hp.val_every == 0):
+                clock.switch("val")
+                check_ranks_agree(trainer, step)
+                set_schedules(hp, step, trainer.optimizers, trainer.window)
+                result = evaluate(trainer)
+                clock.switch("train")
+                if trainer.stopping:
+                    if step > saved_step:
+                        save_checkpoint(trainer, saver, log, clock, step)
+                    break
+                trainer.require_finite(step, result["val_loss"], 0.0)
+                log.step(trainer, clock, step, result)
+            if last_step:
+                break
+            signals.check_launcher()
+            loss = trainer.step(data.train.next_batch(), step)
+            log.step(trainer, clock, step + 1, dict(train_loss=loss))
+        clock.switch(None)
+        saver.wait()
+        if trainer.stopping:
+            return report_stop(trainer, log, saver, signals, step)
+        finish(trainer, log, clock, result, count_compiled_graphs() - graphs)
+        return 128 + signals.number if signals.number else 0
+
+
+def count_compiled_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+# ══  around the loop  ═════════════════════════════════════════════════════════════════════════════
+# ══════════════════════════════════════════════════════════════════════════════════════════════════
+
+# --------------------------------------------------------------------------------------------------
+# 8  Logging
+# --------------------------------------------------------------------------------------------------
 
 class Logger:
-    """log.txt and metrics.jsonl, flushed, by rank 0 alone; a bar on a terminal, plain lines elsewhere."""
+    """log.txt, metrics.jsonl, standard output and a progress bar, all by rank 0 alone.
 
-    def __init__(self, hp: Hyperparameters, place: "Place", folder: Path, sizes=(0, 0)):
-        """`sizes`: where the two files ended at the checkpoint that the run goes on from."""
-        self.main, self.terminal, self.bar = place.rank == 0, sys.stdout.isatty(), None
-        self.folder, self.files, self.complaints = folder, {}, set()
-        self.saver = ThreadPoolExecutor(1, "saver")
-        self.saved = self.saver.submit(bool, True)  # the write that training does not wait for; succeeded?
-        if not self.main:
+    Training matters more than its log: a sink that fails is dropped with one warning.
+    """
+
+    def __init__(self, run, hp: Hyperparameters, hardware: Hardware, data: Data):
+        self.folder = run.folder
+        self.sinks = {}
+        self.bar = None
+        if hardware.rank != 0:
             return
-        try:
+        with explained(f"--log_dir={hp.log_dir}", "give another folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name, size in zip(("log.txt", "metrics.jsonl"), sizes):
-                file = self.files[name] = open(self.folder / name, "a", encoding="utf-8")
-                file.truncate(min(size, file.tell()))  # what came after the checkpoint will come again
-        except OSError as error:
-            raise UserError(f"--log_dir={hp.log_dir}: {error.strerror}; give another folder") from None
-        if not self.sizes()[0]:
-            self.write(Path(__file__).read_text(encoding="utf-8"), SEPARATOR,
-                       *(f"{name}: {value!r}" for name, value in as_dict(hp).items()),
-                       *environment(place), SEPARATOR, show=False)
-            self.record(start=True, hyperparameters=as_dict(hp), environment=environment(place))
+            for name in ("log.txt", "metrics.jsonl"):
+                file = open(self.folder / name, "a", encoding="utf-8")
+                file.truncate(min(run.log_sizes.get(name, 0), file.tell()))  # lines that come again
+                self.sinks[name] = file
+        self.sinks["standard output"] = sys.stdout
+        if sys.stdout.isatty():
+            self.bar = tqdm(total=hp.num_steps, unit="step", dynamic_ncols=True, file=sys.stdout)
+        if not self.sizes()["log.txt"]:
+            self.write_header(hp, hardware, data)
+        self.write(*describe(hardware), *describe_preset(hp), *run.notes)
 
-    def sizes(self) -> list[int]:
-        return [os.fstat(file.fileno()).st_size for file in self.files.values()]
+    def write_header(self, hp: Hyperparameters, hardware: Hardware, data: Data) -> None:
+        """All that is needed to repeat the run: source, command, hyperparameters, machine, data."""
+        source = Path(__file__).read_text(encoding="utf-8")
+        about = dict(command=sys.argv, commit=command_output("git", "rev-parse", "HEAD") or None,
+                     dirty=bool(command_output("git", "status", "--porcelain", "-uno")),
+                     source_sha256=hashlib.sha256(source.encode()).hexdigest())
+        shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
+                  for shard in (*data.train.shards, *data.val.shards)}
+        commit = f"{about['commit'] or 'unknown'}{' (dirty)' if about['dirty'] else ''}"
+        self.put("log.txt", "\n".join([
+            source, SEPARATOR, f"command: {' '.join(sys.argv)}", f"commit: {commit}",
+            f"source_sha256: {about['source_sha256']}",
+            *(f"{name}: {value!r}  # {hp.origins[name]}" for name, value in as_dict(hp).items()),
+            *describe(hardware),
+            *(f"shard: {path} {shard['tokens']:,} tokens sha256 {shard['sha256'] or 'unknown'}"
+              for path, shard in shards.items()), SEPARATOR]))
+        self.record(start=True, **about, hyperparameters=as_dict(hp), origins=hp.origins,
+                    environment=environment(hardware), shards=shards)
+
+    def sizes(self) -> dict[str, int]:
+        return {name: os.fstat(sink.fileno()).st_size for name, sink in self.sinks.items()
+                if name != "standard output"}
+
+    def write(self, *lines: str) -> None:
+        self.put("log.txt", "\n".join(lines))
+        self.put("standard output", "\n".join(lines))
+
+    def record(self, **values) -> None:
+        self.put("metrics.jsonl", json.dumps(values))
 
     def put(self, name: str, text: str) -> None:
+        if name not in self.sinks:
+            return
         try:
-            print(text, file=self.files[name], flush=True)
-            os.stat(self.folder / name)  # a file whose folder is gone takes writes without a word
+            tqdm.write(text, file=self.sinks[name])
+            self.sinks[name].flush()
+            if name != "standard output":
+                os.stat(self.folder / name)  # a deleted file accepts writes without an error
         except OSError as error:
-            self.complain("log", f"{self.folder / name} can no longer be written ({error.strerror})")
+            if name == "standard output":  # a closed pipe, say; Python flushes it again at exit
+                sys.stdout = open(os.devnull, "w")
+                self.bar = None
+            del self.sinks[name]
+            warn(f"{name} can no longer be written ({reason_of(error)})")
 
-    def complain(self, about: str, sentence: str) -> None:
-        """Once about each thing: the training is worth more than its log."""
-        try:
-            if about not in self.complaints:
-                print(f"warning: {sentence}; training goes on", file=sys.stderr, flush=True)
-        except OSError:
-            sys.stderr = open(os.devnull, "w")
-        self.complaints.add(about)
+    def step(self, trainer: Trainer, clock: Clock, step: int, losses: dict) -> None:
+        """A line of both logs every log_every steps and for every validation; moves the bar."""
+        hp = trainer.hp
+        name, loss = next(iter(losses.items()))
+        train_ms = clock.now()["train"]
+        if name == "val_loss" or step % hp.log_every == 0 or step in (1, hp.num_steps):
+            average = train_ms / step if step else math.nan
+            line = (f"step:{step}/{hp.num_steps} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
+                    f"step_avg:{average:.2f}ms")
+            self.put("log.txt", line)
+            if name == "val_loss" or self.bar is None:
+                self.put("standard output", line)
+            self.record(step=step, tokens=step * hp.batch_tokens, **losses,
+                        **step_metrics(trainer, clock, step if name == "val_loss" else step - 1))
+        if self.bar is not None:
+            tokens_per_second = 1000 * step * hp.batch_tokens / max(train_ms, 1)
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", False)
+            self.bar.update(step - self.bar.n)
 
-    @contextlib.contextmanager
-    def showing(self):
-        """The pipe may have lost its reader, the terminal may be gone, the disk under a redirection full."""
-        try:
-            yield
-        except OSError as error:
-            self.terminal, sys.stdout = False, open(os.devnull, "w")  # which Python can flush when it exits
-            if self.bar:
-                self.bar.disable = True
-            self.complain("output", f"standard output can no longer be written ({error.strerror})")
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def warn(sentence: str) -> None:
+    print(f"warning: {sentence}; training continues", file=sys.stderr, flush=True)
+
+
+def step_metrics(trainer: Trainer, clock: Clock, step: int) -> dict:
+    """What a line of metrics.jsonl says besides the loss; none of it is asked of the device."""
+    adam, muon = trainer.optimizers
+    groups = zip(("embed", "head", "scalar", "muon"), (*adam.param_groups, muon.param_groups[0]))
+    return dict(rates={kind: group["lr"] for kind, group in groups},
+                momentum=muon.param_groups[0]["momentum"],
+                window=[size if size < NO_LIMIT else None for size in window_at(trainer.hp, step)],
+                times_ms=clock.now(), memory_mib=peak_memory_mib(trainer.hardware.device))
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    import resource  # not on Windows
+    unit = 2**10 if sys.platform == "linux" else 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def environment(hardware: Hardware) -> dict:
+    """The machine and its software, for the logs."""
+    device_name = platform.processor() or platform.machine()
+    driver = None
+    if hardware.device.type == "cuda":
+        device_name = torch.cuda.get_device_name()
+        driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    elif sys.platform == "linux":
+        model_name = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        device_name = model_name[1] if model_name else device_name
+    return dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
+                cuda=torch.version.cuda, driver=driver and driver.split("\n")[0],
+                platform=platform.platform(), device=hardware.device.type, device_name=device_name,
+                world_size=hardware.world_size, threads=torch.get_num_threads(),
+                dtype=str(hardware.dtype).removeprefix("torch."),
+                muon_dtype=str(hardware.muon_dtype).removeprefix("torch."),
+                attention=hardware.attention, compiled=hardware.compile)
+
+
+def describe(hardware: Hardware) -> list[str]:
+    about = environment(hardware)
+    compiled = "compiled" if hardware.compile else f"not compiled: {hardware.why_not_compiled}"
+    return [f"Python {about['python']}, PyTorch {about['torch']}, NumPy {about['numpy']}, "
+            f"CUDA {about['cuda']}, driver {about['driver']}, {about['platform']}",
+            f"{about['world_size']} × {about['device']} ({about['device_name']}), "
+            f"{about['threads']} threads, {about['dtype']} activations, "
+            f"{about['muon_dtype']} Newton–Schulz, "
+            f"{about['attention']} attention, {compiled}"]
+
+
+def describe_preset(hp: Hyperparameters) -> list[str]:
+    """What the preset sets that differs from the defaults."""
+    changed = [f"{name}={value}" for name, value in as_dict(hp).items()
+               if hp.origins[name].startswith("preset") and value != getattr(Hyperparameters, name)]
+    return textwrap.wrap(f"preset {hp.preset} sets {', '.join(changed) or 'nothing'}", 100)
+
+
+def command_output(*command: str) -> str:
+    """What a command prints; empty where it does not exist or fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True,
+                              timeout=20).stdout.strip()
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# 9  Checkpoints
+# --------------------------------------------------------------------------------------------------
+
+class Saver:
+    """Writes files in a background thread: training waits only for a copy to the host."""
+
+    def __init__(self, folder: Path, enabled: bool):
+        self.folder = folder
+        self.enabled = enabled
+        self.thread = ThreadPoolExecutor(1, "saver")
+        self.pending = None
+        self.failed = False     # the last file could not be written
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.wait()
 
     def save(self, name: str, state: dict, keep: int = 0) -> None:
-        """Beside the training, which waits for one copy to the host and not for the disk."""
-        if self.main:
-            self.saved = self.saver.submit(self.write_whole, self.folder / name, state, keep)
+        """`state` must not change any more. keep: how many checkpoints may stay; 0: all."""
+        self.wait()
+        if self.enabled:
+            path = self.folder / name
+            self.pending = self.thread.submit(self.write_atomically, path, state, keep)
 
-    def write_whole(self, path: Path, state: dict, keep: int) -> bool:
-        """Under a temporary name first, and on the disk: whatever has the final name is whole."""
-        temporary = path.with_name("saving.tmp")  # one name: what a killed run left is written over
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+    def write_atomically(self, path: Path, state: dict, keep: int) -> None:
+        """A file has its final name only when it is complete and on the disk."""
+        temporary = path.with_name("saving.tmp")  # always the same: replaces what a killed run left
         try:
             with open(temporary, "wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            make_latest(temporary, self.folder)
             os.replace(temporary, path)
-            for old in checkpoints(self.folder)[:-keep] if keep else ():
+            for old in checkpoints(self.folder)[:-keep] if keep else []:
                 old.unlink(missing_ok=True)
-            return True
-        except (OSError, RuntimeError) as error:  # RuntimeError is torch.save's word for a full disk
+            self.failed = False
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            self.complain("save", f"{path} could not be written ({one_line(error)})")
-            return False
-
-    def close(self) -> None:
-        self.saved.result()
-        if self.bar:
-            with self.showing():
-                self.bar.close()
-
-    def write(self, *lines: str, show: bool = True) -> None:
-        if self.main:
-            self.put("log.txt", "\n".join(lines))
-            if show:
-                with self.showing():
-                    tqdm.write("\n".join(lines))
-                    sys.stdout.flush()
-
-    def step(self, step: int, steps: int, name: str, loss: float, train_ms: float, show: bool = True) -> None:
-        average = train_ms / step if step else math.nan
-        self.write(f"step:{step}/{steps} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
-                   f"step_avg:{average:.2f}ms", show=show)
-
-    def record(self, **values) -> None:
-        if self.main:
-            self.put("metrics.jsonl", json.dumps(values))
-
-    def progress(self, done: int, total: int, loss: float, tokens_per_second: float) -> None:
-        if self.main and self.terminal:
-            with self.showing():
-                self.bar = self.bar or tqdm(total=total, initial=done - 1, unit="step", file=sys.stdout,
-                                            dynamic_ncols=True)
-                self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
-                self.bar.update(done - self.bar.n)
+            if not self.failed:
+                warn(f"{path} could not be written ({reason_of(error)})")
+            self.failed = True
 
 
-def as_dict(hp: Hyperparameters) -> dict:
-    return {field.name: getattr(hp, field.name) for field in dataclasses.fields(hp)}
+def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, step: int) -> None:
+    """A collective: all ranks take part, rank 0 copies and writes."""
+    parameter_norm = torch.nn.utils.get_total_norm(trainer.model.parameters())
+    trainer.require_finite(step, 0.0, parameter_norm)
+    saver.wait()  # at most one copy of the state at a time
+    state = trainer.state_dict()
+    if saver.enabled:
+        about = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(trainer.hp),
+                     origins=trainer.hp.origins, step=step, clock_ms=clock.now(),
+                     log_sizes=log.sizes())
+        saver.save(f"checkpoint_{step:07d}.pt", about | copy_to_host(state),
+                   trainer.hp.keep_checkpoints)
 
 
-def environment(place: "Place") -> list[str]:
-    name = torch.cuda.get_device_name() if place.device.type == "cuda" else platform.machine()
-    versions = (f"Python {platform.python_version()}, PyTorch {torch.__version__}, NumPy {np.__version__}, "
-                f"CUDA {torch.version.cuda}, {platform.platform()}")
-    hardware = (f"{place.world_size} × {place.device.type} ({name}), {torch.get_num_threads()} threads, "
-                f"{str(place.dtype)[6:]} activations, {str(place.muon_dtype)[6:]} Newton–Schulz, "
-                f"{place.attention} attention, "
-                f"{'compiled' if place.compile else 'not compiled' + place.why_not_compiled}")
-    return [versions, hardware]
+def checkpoints(folder: Path) -> list[Path]:
+    """By step, the latest last."""
+    return sorted(folder.glob("checkpoint_*[0-9].pt"), key=step_of)
 
 
-def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def step_of(path: Path) -> int:
+    return int(re.search(r"(\d+)\.pt$", path.name)[1])
 
 
-def read_saved(path: str | Path) -> dict:
-    """A checkpoint or a model, without anything that could run; tensors stay on the disk until used."""
-    try:
+def read_checkpoint(path: Path) -> dict:
+    """A checkpoint or a model.pt. Nothing in it is executed; tensors are read when used."""
+    with explained(f"{path} cannot be loaded", "give another checkpoint or model.pt"):
         with zipfile.ZipFile(path) as archive:
-            if any(entry.compress_type for entry in archive.infolist()):  # a little could become a lot
-                raise ValueError("it is compressed")
-            if damaged := archive.testzip():  # torch.load itself compares no checksums
-                raise ValueError(f"the checksum of {damaged} is wrong")
+            damaged = archive.testzip()  # torch.load does not compare checksums
+        if damaged:
+            raise ValueError(f"the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        names, values = zip(*state["hyperparameters"].items())
-        plain = [x for value in values for x in (value if type(value) is tuple else (value,))]
-        numbers = [state["step"], state.get("index", 0), *state.get("sizes", (0, 0))]
-        if (state["format"] != CHECKPOINT_FORMAT or not isinstance(state["model"], dict)
-                or {*map(type, names), *map(type, plain)} - {str, int, float, bool, type(None)}
-                or [type(x) is int and 0 <= x < 2**63 for x in numbers] != [True] * 4):
-            raise ValueError(f"its format is not {CHECKPOINT_FORMAT}")
-        repr(plain)  # which a number of a million digits would not survive later
+        if state["format"] != CHECKPOINT_FORMAT or type(state["step"]) is not int:
+            raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
+        saved_hyperparameters(state)
         return state
-    except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
-        raise UserError(f"{path}: cannot be loaded ({one_line(error)})") from None
 
 
-def checkpoints(folder: Path, pattern: str = "checkpoint_*.pt", *more: Path) -> list[Path]:
-    """The latest last: by the time of writing, for a run may have gone back to an earlier step."""
-    files = (path for path in {*folder.glob(pattern), *more} if path.is_file())
-    return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name))
+def saved_hyperparameters(state: dict) -> dict:
+    """The saved values of the fields that exist today; others have their default."""
+    known = {field.name for field in dataclasses.fields(Hyperparameters)}
+    values = {name: value for name, value in state["hyperparameters"].items() if name in known}
+    check_types(Hyperparameters(**values))
+    return values
 
 
-def make_latest(path: Path, folder: Path) -> None:
-    """Whatever the clock says: it may have been set back, or have been ahead on another machine."""
-    now = max([time.time_ns(), *(other.stat().st_mtime_ns + 1 for other in checkpoints(folder))])
-    os.utime(path, ns=(now, now))
+def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
+    """Continue from a checkpoint. Returns the step to start at."""
+    step = checkpoint["step"]
+    if step > trainer.hp.num_steps:
+        raise SharedError(f"--num_steps={trainer.hp.num_steps}: the checkpoint is of step {step}; "
+                          f"give at least --num_steps={step}")
+    with explained("the checkpoint does not fit this training", "give the one of this run"):
+        trainer.load_state_dict(copy_to_host(checkpoint))
+        adam, muon = trainer.optimizers
+        wanted = {p: adam.state[p] for group in adam.param_groups for p in group["params"]}
+        wanted |= {p: muon.state[p] for p in muon.own_params()}
+        for p, state in wanted.items():
+            if {x.shape for name, x in state.items() if name != "step"} != {p.shape}:
+                raise ValueError("the state of an optimizer is missing or of another shape")
+        clock.ms = {kind: float(checkpoint["clock_ms"][kind]) for kind in clock.ms}
+    return step
 
 
-def job_name() -> str:
-    """The same over all restarts of a launch, and no other launch's."""
-    job = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
-    if job == "none":  # torchrun's default, of any number of runs at a time: the launcher's process instead
-        job = f"{zlib.crc32(f'{platform.node()} {os.getppid()}'.encode()):08x}"
-    return re.sub(r"\W", "", job)[:8]
+class Run(NamedTuple):
+    """Where a run writes, and what it continues."""
+    folder: Path
+    checkpoint: dict | None = None
+    log_sizes: dict = {}        # where the logs ended at the checkpoint
+    notes: tuple = ()           # for the log
 
 
-def find_run(hp: Hyperparameters, restarted: bool) -> tuple[Path, Path | None, list[str]]:
-    """(the run's folder, the checkpoint to go on from, what to say of it), without those that are damaged."""
-    logs, named, notes, job = Path(hp.log_dir), Path(hp.resume), [], job_name()
-    by_path = hp.resume not in ("", "auto")
-    one_file = by_path and not named.is_dir()
-    own = max(logs.glob(f"*_{job}"), default=None) if restarted else None
-    folder = (named.parent if one_file else named if by_path else logs / hp.run_id if hp.run_id else
-              own or logs / f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
-    if hp.resume == "auto" and not hp.run_id and not own:
-        found = checkpoints(logs, "*/checkpoint_*.pt")
-    else:
-        found = checkpoints(folder, "checkpoint_*.pt", *[named] * one_file)
-    if not (hp.resume or restarted) and (found or (folder / "log.txt").exists()):
-        raise UserError(f"--run_id={hp.run_id}: {folder} holds a run already; add --resume=auto, or give "
-                        "another name")
-    if one_file and not restarted:
-        found = found[:found.index(named) + 1] if named in found else [named]
-    for path in reversed(found):
+def find_run(hp: Hyperparameters) -> Run:
+    """The folder of the run, and the checkpoint that it continues, by hp.resume and hp.run_id."""
+    logs = Path(hp.log_dir)
+    job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
+    folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
+
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted the ranks
+        begun = folder if hp.run_id else max(logs.glob(f"*_{job}"), default=None)
+        if begun:
+            return resume_newest(begun)
+
+    if hp.resume == "":
+        if (folder / "log.txt").exists() or checkpoints(folder):
+            raise UserError(f"--run_id={hp.run_id}: {folder} holds a run already; add "
+                            "--resume=auto, or give another name")
+        return Run(folder)
+
+    if hp.resume == "auto":
+        if not hp.run_id:
+            saved = logs.glob("*/checkpoint_*[0-9].pt")
+            latest = max(saved, key=lambda path: path.stat().st_mtime, default=None)
+            folder = latest.parent if latest else folder
+        return resume_newest(folder)
+
+    path = Path(hp.resume)
+    if path.is_dir():
+        run = resume_newest(path)
+        if run.checkpoint is None:
+            raise UserError("; ".join([f"--resume={path}: no checkpoint can be read", *run.notes]))
+        return run
+    checkpoint = read_checkpoint(path)
+    note = f"resuming from {path}, step {checkpoint['step']}"
+    if any(step_of(other) > checkpoint["step"] for other in checkpoints(path.parent)):
+        # an earlier checkpoint: a new folder, so that the history of the old run stays
+        folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
+        return Run(folder, checkpoint, notes=(note,))
+    return Run(path.parent, checkpoint, checkpoint["log_sizes"], (note,))
+
+
+def resume_newest(folder: Path) -> Run:
+    """From the newest checkpoint that is not damaged; without one, the run starts again."""
+    notes = []
+    for path in reversed(checkpoints(folder)):
         try:
-            notes.append(f"going on from {path}, step {read_saved(path)['step']}")
-            if one_file and not restarted:
-                with contextlib.suppress(OSError):
-                    make_latest(path, folder)  # a restart goes on from here too, not from a later step
-            return path.parent, path, notes
+            checkpoint = read_checkpoint(path)
         except UserError as error:
-            notes.append(f"passed over {error}")
-    if by_path:
-        raise UserError("; ".join([f"--resume={hp.resume}: no checkpoint there can be read", *notes]))
-    return folder, None, notes + ["no checkpoint to go on from: a new run"] * bool(hp.resume)
+            notes.append(f"skipped: {error}")
+            continue
+        notes.append(f"resuming from {path}, step {checkpoint['step']}")
+        return Run(folder, checkpoint, checkpoint["log_sizes"], tuple(notes))
+    return Run(folder, notes=(*notes, "no checkpoint to resume from: a new run"))
 
 
-def changed_since(hp: Hyperparameters, saved: dict) -> str:
-    """Which hyperparameters are not the checkpoint's; refuses those that would make it another training."""
-    names = list(as_dict(hp))
-    harmless = {"preset", "target_loss", "val_every", "device", "attention", "compile", "tune_kernels"}
-    changed = {name: f"{name} {saved.get(name)!r} → {value!r}" for name, value in as_dict(hp).items()
-               if repr(saved.get(name)) != repr(value) and name not in ("resume", "resume_anyway", "run_id")}
-    harmless |= {*names[names.index("log_dir"):]}  # all about output
-    others = [text for name, text in changed.items() if name not in harmless]
-    if others and not hp.resume_anyway:
-        raise UserError(f"--resume={hp.resume}: this is another training than the checkpoint's: "
-                        f"{', '.join(others)}; give the old values, or --resume_anyway")
-    return f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"
+def load_model(path: str, hardware: Hardware) -> GPT:
+    """The model of a model.pt, a checkpoint or a run's folder, with its own hyperparameters."""
+    file = Path(path)
+    if file.is_dir():
+        saved = [file / "model.pt"] if (file / "model.pt").is_file() else checkpoints(file)
+        file = saved[-1] if saved else file / "model.pt"
+    state = read_checkpoint(file)
+    hp = Hyperparameters(**saved_hyperparameters(state))
+    hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here only room for the prompt
+    with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
+        model = GPT(hp, hardware.dtype, "banded")
+        model.load_state_dict(state["model"])
+    return model.to(hardware.device).eval()
 
 
-def load_model(path: str, place: "Place") -> GPT:
-    """A model with the hyperparameters that it was saved with, on this device."""
-    state = read_saved(path)
-    try:
-        saved, weights = state["hyperparameters"] | dict(preset="laptop", checkpoint=path), state["model"]
-        assert saved["num_layers"] <= len(weights) and saved["sequence_tokens"] <= 2**24, "claims too much"
-        hp = parse_command_line([f"--{name}={value}" for name, value in saved.items()])
-        hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # of use here only as room for the prompt
-        with torch.device("meta"):  # what the file claims takes no memory before it is seen to be so
-            shapes = {name: p.shape for name, p in GPT(hp).state_dict().items()}
-        assert shapes == {name: p.shape for name, p in weights.items()}, "weights of other shapes"
-        assert all(p.isfinite().all() for p in weights.values()), "weights that are not finite"
-        model = GPT(hp, place.dtype, "banded")
-        model.load_state_dict(weights)
-    except Exception as error:  # whatever is wrong with a file from elsewhere: one sentence
-        raise UserError(f"--checkpoint={path}: cannot be loaded ({one_line(error)}); give the model.pt of a "
-                        "run") from None
-    return model.to(place.device).eval()
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 8  Evaluation and sampling
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# 10  Evaluation
+# --------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def evaluate(hp: Hyperparameters, model: nn.Module, loader: Loader, window: Tensor, place: "Place",
-             bytes_per_token: float | None = None) -> dict:
-    """Loss per token, and bits per byte of text where that is known, over the first val_tokens."""
-    model.eval()
-    sequences, loader.index = hp.val_tokens // hp.sequence_tokens, place.rank
-    total = torch.zeros(2, dtype=widest_dtype(place), device=place.device)  # loss, targets that are text
-    while loader.index < sequences:  # the ranks take turns, whatever their number
-        (inputs, targets), = loader.next_batch(stride=place.world_size)
-        total += torch.stack((model(inputs, targets, window), (targets != hp.document_token).sum()))
-    model.train()
-    loss, text = summed(total, place)
-    text = text if hp.vocab_size <= 257 else (bytes_per_token or 0) * hp.val_tokens  # bytes count themselves
-    bits = loss * hp.sequence_tokens / text / math.log(2) if text else None
-    return dict(val_loss=loss / sequences, bits_per_byte=bits)
+def evaluate(trainer: Trainer) -> dict:
+    """Loss per token, and bits per byte of text where that is known, over the first val_tokens.
+
+    A signal ends it early: then trainer.stopping is set on all ranks, and the result means nothing.
+    """
+    hp = trainer.hp
+    hardware = trainer.hardware
+    loader = trainer.data.val
+    num_sequences = hp.val_tokens // hp.sequence_tokens
+    loader.index = hardware.rank  # the ranks take turns, whatever their number
+    totals = torch.zeros(3, dtype=widest_dtype(hardware), device=hardware.device)
+    trainer.forward.eval()
+    while loader.index < num_sequences and not trainer.stop_requested:
+        (inputs, targets), = loader.next_batch(stride=hardware.world_size)
+        loss = trainer.forward(inputs, targets, trainer.window)
+        totals[:2] += torch.stack((loss, (targets != hp.document_token).sum()))
+    trainer.forward.train()
+    totals[2] = trainer.stop_requested
+    loss, text_tokens, stops = all_reduce_sum(totals, hardware)
+    trainer.stopping = stops > 0
+    if hp.vocab_size <= 257:  # bytes
+        text_bytes = text_tokens
+    else:
+        text_bytes = (trainer.data.bytes_per_token or 0) * hp.val_tokens
+    bits_per_byte = loss * hp.sequence_tokens / text_bytes / math.log(2) if text_bytes else None
+    return dict(val_loss=loss / num_sequences, bits_per_byte=bits_per_byte)
 
 
-def widest_dtype(place: "Place") -> torch.dtype:
-    return torch.float32 if place.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+def widest_dtype(hardware: Hardware) -> torch.dtype:
+    return torch.float32 if hardware.device.type == "mps" else torch.float64  # MPS has no float64
 
 
 def text_codec(hp: Hyperparameters) -> tuple:
     """(text → tokens, tokens → text): bytes, or GPT-2's vocabulary."""
     if hp.vocab_size <= 257:
-        return (lambda text: list(text.encode()),
-                lambda tokens: bytes(token for token in tokens if token < 256).decode(errors="replace"))
-    try:
-        import tiktoken
-        gpt2 = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken fetches the vocabulary, in ways that fail in many ways
-        raise UserError(f"text needs tiktoken and GPT-2's vocabulary ({type(error).__name__}); pip install "
-                        "-r data/requirements.txt, then python data/vocabulary.py") from None
-    return gpt2.encode_ordinary, gpt2.decode
+        def decode(tokens):
+            return bytes(token for token in tokens if token < 256).decode(errors="replace")
+        return (lambda text: list(text.encode())), decode
+    with data_module("vocabulary") as vocabulary:
+        return vocabulary.gpt2_codec()
+
+
+def printable(text: str) -> str:
+    """Escape control characters, which could change the terminal's state."""
+    return "".join(character if character.isprintable() or character in "\n\t"
+                   else character.encode("unicode_escape").decode() for character in text)
 
 
 @torch.no_grad()
 def sample(model: GPT, prompt: str, hp: Hyperparameters) -> str:
-    """The prompt and its continuation; hp has the settings of sampling, the model those of its training."""
+    """The prompt and its continuation; hp has the settings of sampling."""
+    document_token = model.hp.document_token
     encode, decode = text_codec(model.hp)
-    generator, device = torch.Generator().manual_seed(hp.seed), model.skip_weights.device
-    tokens = [model.hp.document_token, *encode(prompt)]
+    tokens = [document_token, *encode(prompt)]
     if max(tokens) >= model.hp.vocab_size:
-        raise UserError(f"the text has token {max(tokens)} and the model knows {model.hp.vocab_size} tokens")
+        raise UserError(f"--sample: the text has token {max(tokens)} and the model knows "
+                        f"{model.hp.vocab_size} tokens; give text of its own kind")
+    device = model.skip_weights.device
+    generator = torch.Generator().manual_seed(hp.seed)
     window = torch.tensor(window_at(model.hp, model.hp.num_steps), dtype=torch.int32, device=device)
-    room = min(model.hp.sequence_tokens, (band_reach(model.hp) + 2) * BLOCK)
+    room = min(model.hp.sequence_tokens, (max_blocks_back(model.hp) + 2) * BLOCK)
     for _ in range(hp.sample_tokens):
         context = tokens[-room:]
-        padded = torch.tensor(context + [model.hp.document_token] * (-len(context) % BLOCK), device=device)
-        logits = model(padded, None, window)[len(context) - 1, :model.hp.vocab_size].float().cpu()
+        padding = [document_token] * (-len(context) % BLOCK)
+        inputs = torch.tensor(context + padding, device=device)
+        logits = model(inputs, None, window)[len(context) - 1, :model.hp.vocab_size].float().cpu()
         if hp.top_k:
             logits[logits < logits.topk(min(hp.top_k, len(logits))).values[-1]] = -math.inf
         if hp.temperature:
@@ -1340,607 +1984,453 @@ def sample(model: GPT, prompt: str, hp: Hyperparameters) -> str:
             tokens.append(torch.multinomial(chances, 1, generator=generator).item())
         else:
             tokens.append(logits.argmax().item())
-    return decode(tokens[1:])
+    runs = itertools.groupby(tokens[1:], key=lambda token: token == document_token)
+    return "".join("\n\n" if is_start else decode(list(run)) for is_start, run in runs)
 
 
 @torch.no_grad()
-def score_hellaswag(folder: str, model: GPT, place: "Place", tokens: int = 4096) -> dict:
-    """Accuracy; the model's answer is the ending with the lowest mean loss.
+def score_hellaswag(folder: str, model: GPT, hardware: Hardware) -> dict:
+    hp = model.hp
+    window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=hardware.device)
 
-    Many rows (a context and an ending) are packed into one sequence: the document mask keeps them apart.
-    """
-    hp, (path, rows, tasks) = model.hp, read_hellaswag(folder, model.hp)
-    packs = pack_rows([len(row) for row in rows], min(tokens, hp.sequence_tokens), path)
-    window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=place.device)
-    losses = torch.zeros(len(rows), dtype=widest_dtype(place), device=place.device)
-    for pack in packs[place.rank::place.world_size]:
-        packed = np.concatenate([rows[number] for number in pack])
-        padded = np.pad(packed, (0, -len(packed) % BLOCK), constant_values=hp.document_token)
-        inputs = torch.from_numpy(padded.astype(np.int64)).to(place.device)
-        each = F.cross_entropy(model(inputs, None, window)[:-1], inputs[1:], reduction="none")
-        start = 0
-        for number in pack:
-            context, end = tasks[number // 4][0], start + len(rows[number])
-            losses[number] = each[start + context - 1:end - 1].mean()
-            start = end
-    losses = torch.tensor(summed(losses, place))
-    answers = losses.view(-1, 4).argmin(dim=1).tolist()
-    right = sum(answer == label for answer, (_, label) in zip(answers, tasks))
-    return dict(hellaswag=right / len(tasks), tasks=len(tasks), losses=losses.tolist(),
-                line=f"HellaSwag accuracy {right / len(tasks):.4f} of {len(tasks):,} tasks")
+    def token_losses(tokens: np.ndarray) -> np.ndarray:
+        inputs = torch.from_numpy(tokens).to(hardware.device)
+        logits = model(inputs, None, window)
+        return F.cross_entropy(logits[:-1], inputs[1:], reduction="none").cpu().double().numpy()
 
+    def sum_over_ranks(losses: np.ndarray) -> np.ndarray:
+        values = torch.from_numpy(losses).to(hardware.device, widest_dtype(hardware))
+        return np.array(all_reduce_sum(values, hardware))
 
-def read_hellaswag(folder: str, hp: Hyperparameters) -> tuple[str, list[np.ndarray], list]:
-    """(the shard, its rows, for each task [context tokens, label]) as data/hellaswag.py wrote them."""
-    shard = Shard(str(Path(folder) / "hellaswag_val_000000.bin"))
-    check_manifest(hp, [shard])
-    tokens = np.empty(shard.num_tokens, np.uint16)
-    shard.read_into(tokens, 0)
-    rows = np.split(tokens, np.flatnonzero(tokens == hp.document_token))[1:]
-    try:
-        tasks = read_manifest(Path(folder))["tasks"]
-        assert len(rows) == 4 * len(tasks) > 0 and tokens.max() < hp.vocab_size
-        assert all(0 < tasks[n // 4][0] < len(row) for n, row in enumerate(rows))
-        assert all(label in range(4) and type(context) is int for context, label in tasks)
-    except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
-        raise UserError(f"--hellaswag={folder}: tasks and tokens do not fit ({type(error).__name__}); make "
-                        "it again with python data/hellaswag.py") from None
-    return shard.path, rows, tasks
-
-
-def pack_rows(lengths: list[int], room: int, path: str) -> list[list[int]]:
-    """Rows in order, as many to a sequence as fit."""
-    packs, used = [], room
-    for number, length in enumerate(lengths):
-        if length > room:
-            raise UserError(f"{path}: row {number} has {length} tokens, more than the {room} of a sequence")
-        if used + length > room:
-            packs.append([])
-            used = 0
-        packs[-1].append(number)
-        used += length
-    return packs
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 9  Train and main
-# ------------------------------------------------------------------------------------------------------------
-
-@dataclass
-class Place:
-    """Where this process runs, and what follows from the hardware."""
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = torch.device("cpu")
-    dtype: torch.dtype = torch.float32          # of activations
-    muon_dtype: torch.dtype = torch.float32     # of Newton–Schulz
-    attention: str = "banded"
-    compile: bool = False
-    why_not_compiled: str = ""
-    timeout: float = 600.0                      # seconds that a collective may take
-    tiles: dict | None = None                   # of FlexAttention's kernels; None: Inductor's own
-    launcher: int = 0                           # process of torchrun, where it is the only one; 0: none
-
-
-def memory_needed(hp: Hyperparameters, place: Place) -> tuple[float, float]:
-    """(bytes, bytes per token of a sequence) at a step's peak; fitted to traces of tests/gpu/gpu_memory.py."""
-    with torch.device("meta"):
-        groups = optimizer_groups(hp, GPT(hp, place.dtype, place.attention))
-    size = {kind: sum(p.numel() * p.element_size() for p in group["params"].values())
-            for kind, group in groups.items()}
-    muon, adam = size.pop("muon"), sum(size.values())
-    state = 5 * adam + 3 * muon + muon / place.world_size  # weights, gradients, a micro-step's own; moments
-    lean = place.attention == "flex" or place.device.type == "cpu"  # neither keeps the attention's weights
-    bands = 0 if lean else 3 * hp.num_heads * (band_reach(hp) + 1) * BLOCK
-    layers = hp.num_layers * ((12 + 2 * hp.mlp_ratio) * hp.model_dim + bands)
-    logits = place.dtype.itemsize if place.compile else 16  # bytes: fused, or four times in fp32
-    return state, layers * place.dtype.itemsize + hp.padded_vocab * logits
-
-
-def find_place(hp: Hyperparameters) -> Place:
-    """Rank and world size come from torchrun; without it there is one process, and no process group."""
-    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in
-                                    (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    kind = hp.device if hp.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and local_rank >= torch.cuda.device_count():
-        raise UserError(f"--device=cuda: rank {rank} needs GPU {local_rank} and there are "
-                        f"{torch.cuda.device_count()}; start one process per GPU, or give --device=cpu")
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device=mps: this machine has none; give --device=cpu")
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    cpu = torch.cpu.get_capabilities() if kind == "cpu" else {}
-    bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)  # from Ampere on; ROCm
-    compiled, why_not = choose_compile(hp, kind)
-    can_flex = bf16 and compiled  # Triton's matrix products are made for the same GPUs
-    attention = hp.attention if hp.attention != "auto" else "flex" if can_flex else "banded"
-    if attention == "flex" and not can_flex:
-        raise UserError("--attention=flex: it trains only compiled, on a GPU with bfloat16 (NVIDIA: from "
-                        "Ampere on); give --attention=banded")
-    dtype, tiles = pick_dtype(hp.dtype, bf16), None
-    if attention == "flex":  # ROCm does not tell; Inductor's own tiles are made for its 64 KiB
-        shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-        padded_head = 1 << (hp.model_dim // hp.num_heads - 1).bit_length()  # Triton's are powers of two
-        tiles = flex_tiles(shared, padded_head * dtype.itemsize)
-    return Place(rank, world_size, device, dtype,
-                 pick_dtype(hp.muon_dtype, bf16 or cpu.get("avx512_bf16") or cpu.get("amx_bf16")),
-                 attention, compiled, why_not, hp.timeout, tiles,
-                 os.getppid() * (os.environ.get("GROUP_WORLD_SIZE") == "1"))
-
-
-def pick_dtype(name: str, has_bf16: bool) -> torch.dtype:
-    return torch.bfloat16 if name == "bfloat16" or name == "auto" and has_bf16 else torch.float32
-
-
-def choose_compile(hp: Hyperparameters, kind: str) -> tuple[bool, str]:
-    """(compile?, why not). On a CPU steps get a fifth faster, after a minute: it pays in long runs."""
-    why_not = what_compiling_lacks(kind) if hp.compile != "no" else ""
-    if why_not and hp.compile == "yes":
-        raise UserError(f"--compile=yes: {why_not}; install one, or give --compile=no")
-    flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
-    if not why_not and hp.compile == "auto" and kind == "cpu" and flops < 1e14:
-        why_not = "too short a run to earn it back on a CPU"
-    return hp.compile != "no" and not why_not, f": {why_not}" if why_not else ""
-
-
-def what_compiling_lacks(kind: str) -> str:
-    if kind == "mps":
-        return "there is no compiler for it"
-    if kind == "cpu":
-        found = any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")))
-        return "" if found else "there is no C++ compiler (g++ or clang++) here"
-    if torch.cuda.get_device_properties(0).major < 7:
-        return "there is no Triton for this GPU"
-    try:
-        start_triton()
-    except Exception as error:  # it may be missing; compilers and linkers fail in many ways
-        return (f"Triton cannot start ({one_line(error)}), which needs a C compiler and Python.h (gcc, "
-                f"python3.{sys.version_info.minor}-dev)")
-    return ""
-
-
-def start_triton() -> None:
-    """On its first GPU Triton builds a library in C, long before it is asked for a kernel."""
-    from triton.runtime import driver
-    driver.active.utils
-
-
-def start_up(place: Place, hp: Hyperparameters) -> None:
-    """What has to happen in the process before anything else."""
-    lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
-    if hp.fp8_head and (place.device.type == "mps" or place.device.type == "cuda" and
-                        torch.cuda.get_device_capability(place.device) < lowest):
-        raise UserError("--fp8_head=true: this device has no FP8, which takes compute capability 8.9 (AMD: "
-                        "9.5) or more; give --fp8_head=false")
-    if place.device.type == "cuda":
-        try:
-            torch.cuda.set_device(place.device)
-            torch.empty(1, device=place.device, requires_grad=True).backward()  # CUDA, autograd come up now
-        except RuntimeError as error:  # no kernels for its generation, in use by others, broken
-            raise UserError(f"GPU {place.device.index} cannot be used ({one_line(error)}); look at its "
-                            "nvidia-smi, install a PyTorch built for it, or give --device=cpu") from None
-        torch.backends.cuda.enable_cudnn_sdp(False)  # an H100's first choice, planned for each length
-        torch._inductor.config.coordinate_descent_tuning = hp.tune_kernels
-        torch._inductor.config.combo_kernels = True  # the casts of eight weights in one launch, and the like
-        torch._inductor.config.combo_kernels_pointwise_only = True
-    elif place.device.type == "cpu":
-        torch.use_deterministic_algorithms(True)  # bit-for-bit repeatable; on CUDA it would cost speed
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    if place.world_size > 1:
-        join_group(place, hp)
-
-
-def join_group(place: Place, hp: Hyperparameters) -> None:
-    """A rank that does not come is named, as is one that later stops answering."""
-    of, store = os.environ, None
-    patience = hp.timeout + 60 * (place.device.type == "cuda")  # `summed` first: it names ranks
-    if of.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and of["GROUP_WORLD_SIZE"] == "1":
-        # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
-        store = dist.TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]))
-        store = dist.PrefixStore(f"attempt{of['TORCHELASTIC_RESTART_COUNT']}", store)
-        store.set(f"came{place.rank}", "")
-    try:
-        dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo", store=store,
-                                rank=place.rank, world_size=place.world_size,
-                                timeout=datetime.timedelta(seconds=patience),
-                                device_id=place.device if place.device.type == "cuda" else None)
-    except dist.DistError as error:
-        late = [str(rank) for rank in range(place.world_size) if store and not store.check([f"came{rank}"])]
-        raise UserError(f"rank {' and '.join(late) or 'unknown'} did not come in --timeout={hp.timeout:g} s "
-                        f"({one_line(error)}); look at its machine, or wait longer") from None
-
-
-def summed(values: Tensor, place: Place) -> list:
-    """Over the ranks. One that does not answer in time ends the wait here, before NCCL's watchdog ends us."""
-    if place.world_size > 1:
-        work, deadline = dist.all_reduce(values, async_op=True), time.monotonic() + place.timeout
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise dist.DistError(f"no answer in {place.timeout:g} s")
-            time.sleep(2e-5)
-        work.wait()
-    return values.tolist()
-
-
-def micro_steps(hp: Hyperparameters, place: Place) -> int:
-    """Forward passes of a rank per step: fewer ranks take more of them, and the batch stays the same."""
-    count, rest = divmod(hp.batch_tokens, unit := place.world_size * hp.sequence_tokens)
-    if rest:
-        refuse("batch_tokens", hp.batch_tokens, "a multiple of ranks × sequence_tokens = "
-               f"{place.world_size} × {hp.sequence_tokens}", nearest_multiple(hp.batch_tokens, unit))
-    return count
-
-
-def in_parallel(model: nn.Module, place: Place, bucket_mb: int = 128) -> nn.Module:
-    """The ranks' gradients averaged, in buckets, while the backward pass goes on; one rank needs none of it.
-
-    Dynamo cuts the graph at each bucket, and sums across cuts are not fused: few buckets.
-    """
-    if place.world_size == 1:
-        return model
-    return DistributedDataParallel(model, device_ids=[place.device] if place.device.type == "cuda" else None,
-                                   forward_sync_buffers=False, gradient_as_bucket_view=True,
-                                   bucket_cap_mb=bucket_mb)
-
-
-class Trainer:
-    """Everything that a run is made of, and one step of it."""
-
-    def __init__(self, hp: Hyperparameters, place: Place):
-        self.hp, self.place, self.interrupted, self.stopping = hp, place, "", False
-        micro_steps(hp, place)  # a batch that does not divide shows before anything is read
-        self.train_data = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
-                                 place.rank, place.world_size, place.device, hp.vocab_size, hp.epochs,
-                                 hp.seed)
-        self.val_data = Loader(hp.val_files, hp.sequence_tokens, hp.sequence_tokens, device=place.device,
-                               vocab_size=hp.vocab_size)
-        check_budget(hp.train_files, self.train_data, hp.num_steps, "num_steps", fetch_command(hp))
-        check_budget(hp.val_files, self.val_data, hp.val_tokens // hp.sequence_tokens, "val_tokens",
-                     fetch_command(hp))
-        check_manifest(hp, self.train_data.shards)
-        self.bytes_per_token = check_manifest(hp, self.val_data.shards)
-        if hp.hellaswag:
-            read_hellaswag(hp.hellaswag, hp)  # a mistake in it shows now, not after the training
-        torch.manual_seed(hp.seed)
-        self.model = GPT(hp, place.dtype, place.attention, place.tiles).to(place.device)
-        self.window = torch.zeros(2, dtype=torch.int32, device=place.device)
-        self.optimizers = build_optimizers(hp, self.model, place)
-        self.forward = self.model
-        if place.compile:
-            self.forward = torch.compile(self.model, dynamic=False, fullgraph=True)
-        self.parallel = in_parallel(self.forward, place)
-
-    def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
-        """One optimizer step. Returns the mean loss over all ranks; what is not finite stops before it."""
-        set_schedules(self.hp, step, self.optimizers, self.window)
-        mean = torch.zeros((), device=self.place.device)
-        for micro, (inputs, targets) in enumerate(batch, 1):
-            synced = micro == len(batch) or self.place.world_size == 1
-            with contextlib.nullcontext() if synced else self.parallel.no_sync():
-                loss = self.parallel(inputs, targets, self.window) / len(batch)
-                mean += loss.detach()
-                loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
-                                             foreach=self.place.device.type != "mps")
-        if self.place.launcher not in (0, os.getppid()):  # or it would train on unseen, beside its successor
-            self.interrupted = self.interrupted or "the end of its launcher"
-        stop = torch.full_like(mean, bool(self.interrupted))  # every rank hears of it in the same step
-        values = summed(torch.stack((mean, norm.float(), stop)), self.place)
-        loss, norm, self.stopping = (value / self.place.world_size for value in values)
-        self.require_finite(step + 1, loss, norm)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    def require_finite(self, step: int, loss: float, norm: float | Tensor) -> None:
-        """Stop before what is not finite gets into weights or a checkpoint, and say which batch to replay."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        named = list(self.model.named_parameters())
-        kinds = [("parameter", *n) for n in named] + [("gradient", name, p.grad) for name, p in named]
-        found = [f"the first {kind} that is not finite is that of {name}" for kind, name, x in kinds
-                 if x is not None and not x.isfinite().all()] or ["all parameters and gradients are finite"]
-        shard, place = self.train_data.locate(index := max(0, self.train_data.index - 1))
-        raise UserError(f"the loss of step {step} is {loss}: {found[0]}; its batch is {index}, number "
-                        f"{place} of {shard.path}; lower the rates, or replay it from the last checkpoint")
-
-    def state(self, step: int, clock: "Clock", sizes: list) -> dict:
-        """All that training goes on from, copied once, to rank 0's host. A collective, for the momentum."""
-        adam, muon = self.optimizers
-        self.require_finite(step, 0.0, torch.nn.utils.get_total_norm(self.model.parameters()))
-        names = {p: name for name, p in self.model.named_parameters()}
-        copied = (lambda x: x.detach().to("cpu", copy=True)) if self.place.rank == 0 else (lambda x: None)
-        return dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(self.hp), step=step, clocks=clock.now(),
-                    sizes=sizes, index=self.train_data.index, random=torch.random.get_rng_state(),
-                    model={name: copied(p) for name, p in self.model.state_dict().items()},
-                    adam={names[p]: {key: copied(x) for key, x in x.items()} for p, x in adam.state.items()},
-                    muon={names[p]: copied(x) for p, x in muon.gather_momentum()})
-
-    @torch.no_grad()
-    def restore(self, state: dict, clock: "Clock") -> None:
-        """Go on from a state that any number of ranks made."""
-        def fitted(x: Tensor, like: Tensor) -> Tensor:
-            return torch.empty_like(like).copy_(x.view_as(like))
-
-        adam, muon = self.optimizers
-        mine = {p for group in muon.param_groups for _, own in muon.chunks(group) for p in own}
-        adams = {p for group in adam.param_groups for p in group["params"]}
-        try:
-            self.model.load_state_dict(state["model"])
-            for name, p in self.model.named_parameters():
-                if p in mine:
-                    muon.state[p]["momentum_buffer"] = fitted(state["muon"][name], p)
-                elif p in adams:
-                    likes = dict(step=torch.zeros((), device=p.device), exp_avg=p, exp_avg_sq=p)
-                    adam.state[p] = {key: fitted(state["adam"][name][key], likes[key]) for key in likes}
-            self.train_data.index = state["index"]
-            clock.ms = {kind: float(state["clocks"][kind]) for kind in clock.ms}
-            torch.random.set_rng_state(state["random"])
-            if state["step"] > self.hp.num_steps or len(state["sizes"]) != 2:
-                raise ValueError(f"step {state['step']} of {self.hp.num_steps}")
-        except (LookupError, RuntimeError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
-            raise UserError(f"the checkpoint does not fit this training ({one_line(error)})") from None
-
-    def check_ranks_agree(self) -> None:
-        """By a cheap hash of each parameter, the sum of its bits: ranks that differ stop here."""
-        whole, given = {2: torch.int16, 4: torch.int32}, zlib.crc32(repr(as_dict(self.hp)).encode())
-        sums = torch.stack([torch.tensor(given, device=self.place.device), *(
-            p.detach().view(whole[p.element_size()]).sum() for p in self.model.parameters())])
-        everyone = sums.repeat(self.place.world_size)
-        if self.place.world_size > 1:
-            dist.all_gather_single(everyone, sums)
-        names = ["the hyperparameters", *(f"parameter {name}" for name, _ in self.model.named_parameters())]
-        for name, values in zip(names, everyone.view(-1, len(sums)).T.tolist()):
-            if others := [rank for rank, value in enumerate(values) if value != values[0]]:
-                raise UserError(f"rank {others[0]} differs from rank 0, first in {name}; start all machines "
-                                "with the same, or check their hardware and go on with --resume=auto")
-
-    def warm_up(self) -> None:
-        """Compile every path on made-up tokens, then put everything back as it was."""
-        hp = self.hp
-        saved = [{p: {name: x.to("cpu", copy=True) for name, x in state.items()}  # the GPU may have no room
-                  for p, state in optimizer.state.items()} for optimizer in self.optimizers]
-        weights = [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
-        random = torch.random.get_rng_state()
-        tokens = torch.arange(hp.sequence_tokens + 1, device=self.place.device) % hp.vocab_size
-        batch = [(tokens[:-1].int(), tokens[1:].long())] * micro_steps(hp, self.place)
-        for step in (0, hp.num_steps - 1):
-            self.step(batch, step)
-        with torch.no_grad():
-            self.forward.eval()(*batch[0], self.window)
-            for p, weight in zip(self.model.parameters(), weights):
-                p.copy_(weight)
-        self.forward.train()
-        for optimizer, states in zip(self.optimizers, saved):
-            optimizer.state.clear()
-            for p, state in states.items():
-                optimizer.state[p] = {name: x.to(p.device) for name, x in state.items()}
-        torch.random.set_rng_state(random)
-
-
-class Clock:
-    """Milliseconds of wall time by kind of work; waits for the device at each change."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.kind, self.since, self.ms = device, None, 0.0, dict(warmup=0.0, train=0.0, val=0.0)
-
-    def switch(self, kind: str | None) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.ms, self.kind, self.since = self.now(), kind, time.perf_counter()
-
-    def now(self) -> dict[str, float]:
-        since = 1000 * (time.perf_counter() - self.since)
-        return self.ms | ({self.kind: self.ms[self.kind] + since} if self.kind else {})
-
-
-def peak_memory_mib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    import resource  # not on Windows
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**10 if sys.platform == "linux" else 2**20)
-
-
-def compiled_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def train(hp: Hyperparameters, place: Place) -> float | None:
-    """The whole run; returns the final validation loss, or None if it was told to stop before."""
-    trainer, clock = Trainer(hp, place), Clock(place.device)
-    folder, start, sizes, notes = resume(trainer, clock)
-    log = Logger(hp, place, folder, sizes)
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    trainer.check_ranks_agree()
-    log.write(*environment(place),
-              f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens", *notes)
-    clock.switch("warmup")
-    if place.compile:
-        log.write("compiling and warming up …")
-        trainer.warm_up()
-    graphs = compiled_graphs()
-    clock.switch("train")
-    with listening_to_signals(trainer), contextlib.closing(log):  # which waits for what is being written
-        for step in range(start, hp.num_steps + 1):
-            last, tokens = step == hp.num_steps, step * hp.batch_tokens
-            if step > start and (trainer.stopping or last and hp.save_every or
-                                 hp.save_every and step % hp.save_every == 0):
-                log.saved.result()  # at most one copy at a time, and none between checkpoints
-                log.save(f"checkpoint_{step:07d}.pt", trainer.state(step, clock, log.sizes()),
-                         hp.keep_checkpoints)
-            if trainer.stopping:
-                break
-            if last or hp.val_every and step % hp.val_every == 0:
-                clock.switch("val")
-                trainer.check_ranks_agree()
-                set_schedules(hp, step, trainer.optimizers, trainer.window)
-                result = evaluate(hp, trainer.forward, trainer.val_data, trainer.window, place,
-                                  trainer.bytes_per_token)
-                clock.switch("train")
-                trainer.require_finite(step, result["val_loss"], 0.0)
-                log.step(step, hp.num_steps, "val_loss", result["val_loss"], clock.ms["train"])
-                log.record(step=step, tokens=tokens, **result, **state_of(trainer, clock, step))
-            if last:
-                break
-            loss = trainer.step(trainer.train_data.next_batch(), step)
-            done, tokens, train_ms = step + 1, tokens + hp.batch_tokens, clock.now()["train"]
-            if done % hp.log_every == 0 or done in (1, hp.num_steps):
-                log.step(done, hp.num_steps, "train_loss", loss, train_ms, show=not log.terminal)
-                log.record(step=done, tokens=tokens, train_loss=loss, **state_of(trainer, clock, step))
-            log.progress(done, hp.num_steps, loss, 1000 * tokens / train_ms)
-        clock.switch(None)
-        if trainer.stopping:
-            log.close()
-            stopped = f"stopped by {trainer.interrupted or 'another rank'} after step {step}"
-            if not log.saved.result():
-                raise UserError(f"{stopped}, and what it had learnt since the last checkpoint is lost")
-            log.write(f"{stopped}; go on with --resume={folder}")
-            return None
-        recompiles, trainer.model.attention = compiled_graphs() - graphs, "banded"  # the rest is not compiled
-        if hp.save_model:  # before the scores, which may take long
-            log.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp), step=step,
-                                      val_loss=result["val_loss"], model=trainer.model.state_dict()))
-        log.close()
-        if hp.hellaswag:
-            score = score_hellaswag(hp.hellaswag, trainer.model.eval(), place)
-            log.write(score["line"])
-            log.record(**{name: score[name] for name in ("hellaswag", "tasks")})
-        if place.rank == 0:
-            finish(trainer, log, clock, result, recompiles)
-        return result["val_loss"]
-
-
-def resume(trainer: Trainer, clock: Clock) -> tuple[Path, int, tuple, list[str]]:
-    """(the run's folder, the step to start at, where its logs ended, what to say); rank 0 chooses for all."""
-    hp, place = trainer.hp, trainer.place
-    again = torch.tensor([os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"], dtype=torch.int32)
-    restarted = any(summed(again.to(place.device), place))  # who came back hears it from the others
-    chosen = [find_run(hp, restarted) if place.rank == 0 else (Path(), None, [])]
-    if place.world_size > 1 and (hp.resume or restarted):
-        dist.broadcast_object_list(chosen)
-    folder, path, notes = chosen[0]
-    if path is None:
-        return folder, 0, (0, 0), notes
-    state = read_saved(path)
-    notes.append(changed_since(hp, state["hyperparameters"]))
-    trainer.restore(state, clock)
-    return folder, state["step"], state["sizes"], notes
-
-
-@contextlib.contextmanager
-def listening_to_signals(trainer: Trainer):
-    """The first signal asks for a checkpoint after the step in hand, the second ends the process at once."""
-    def hear(number, frame):
-        if trainer.interrupted and time.monotonic() > first[0] + 1:  # Ctrl-C also comes through the launcher
-            os._exit(128 + number)
-        trainer.interrupted = trainer.interrupted or signal.Signals(number).name
-        first.append(time.monotonic())
-
-    first = []
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
-    before = {number: signal.signal(number, hear) for number in numbers}
-    try:
-        yield
-    except RuntimeError:
-        if trainer.interrupted:  # the launcher is ending us because another rank is gone
-            os._exit(1)
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def silent_ranks(error: RuntimeError, patience_s: float = 3.0) -> str:
-    """A collective failed: a roll-call through the launcher's store tells whose fault it is."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"here{dist.get_rank()}", "")
-        time.sleep(patience_s)
-        silent = [str(rank) for rank in range(dist.get_world_size()) if not store.check([f"here{rank}"])]
-    except RuntimeError:
-        silent = ["0, or its machine,"]  # which keeps the store
-    return (f"rank {' and '.join(silent) or 'unknown'} stopped answering ({one_line(error)}); look at its "
-            "machine, then go on with --resume=auto")
-
-
-def state_of(trainer: Trainer, clock: Clock, step: int) -> dict:
-    """What a line of metrics.jsonl says beside the loss; nothing of it is asked of the device."""
-    adam, muon = (optimizer.param_groups for optimizer in trainer.optimizers)
-    rates = dict(zip(("embed", "head", "scalar", "muon"), (group["lr"] for group in (*adam, muon[0]))))
-    return dict(rates=rates, momentum=muon[0]["momentum"],
-                window=[size if size < FAR else None for size in window_at(trainer.hp, step)],
-                times_ms=clock.now(), memory_mib=peak_memory_mib(trainer.place.device))
+    with data_module("hellaswag") as hellaswag:
+        tasks = hellaswag.read_tasks(folder, hp.vocab_size, hp.document_token)
+        return hellaswag.score(tasks, token_losses, hp.sequence_tokens, hp.document_token,
+                               hardware.rank, hardware.world_size, sum_over_ranks)
 
 
 def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles: int) -> None:
-    """The end of a run, for a person: loss, clocks, memory, a sample, where things are."""
-    hp, val_loss, model_path = trainer.hp, result["val_loss"], log.folder / "model.pt"
-    in_bytes = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
-    reached = "reached" if val_loss <= hp.target_loss else "not reached"
-    log.write(f"final validation loss {val_loss:.4f}{in_bytes} (target {hp.target_loss} {reached}) after "
-              f"{hp.num_steps * hp.batch_tokens:,} tokens",
-              "clocks: " + ", ".join(f"{kind} {ms / 1000:.1f} s" for kind, ms in clock.ms.items()),
-              f"recompiles after warm-up: {recompiles}; peak memory: "
-              f"{peak_memory_mib(trainer.place.device):,.0f} MiB")
+    """The end of a run, for a person: loss, clocks, memory, scores, a sample, where things are."""
+    hp = trainer.hp
+    log.close()
+    trainer.model.attention = "banded"  # what follows is not compiled
+    model = trainer.model.eval()
+    if hp.hellaswag:
+        score = score_hellaswag(hp.hellaswag, model, trainer.hardware)
+        log.write(score["line"])
+        log.record(hellaswag=score["hellaswag"], tasks=score["tasks"])
+    if trainer.hardware.rank != 0:
+        return
+    bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
+    reached = "reached" if result["val_loss"] <= hp.target_loss else "not reached"
+    clocks = ", ".join(f"{kind} {ms / 1000:.1f} s" for kind, ms in clock.ms.items())
+    memory_mib = peak_memory_mib(trainer.hardware.device)
+    log.write(f"final validation loss {result['val_loss']:.4f}{bits} (target {hp.target_loss} "
+              f"{reached}) after {hp.num_steps * hp.batch_tokens:,} tokens", f"clocks: {clocks}",
+              f"recompiles after warm-up: {recompiles}; peak memory: {memory_mib:,.0f} MiB")
     log.record(end=True, **result, recompiles=recompiles, times_ms=clock.ms)
     try:
-        log.write("sample:", sample(trainer.model.eval(), "", hp))
+        log.write("sample:", printable(sample(model, "", hp)))
     except UserError as error:
         log.write(f"no sample: {error}")
-    log.write(f"log: {log.folder / 'log.txt'}", *([f"model: {model_path}"] if hp.save_model else []))
+    log.write(f"log: {log.folder / 'log.txt'}")
+    if hp.save_model:
+        log.write(f"model: {log.folder / 'model.pt'}")
 
 
-def use_model(model: GPT, hp: Hyperparameters, place: Place) -> None:
-    """What else there is to do with a saved model than train it."""
-    if hp.hellaswag:
-        score = score_hellaswag(hp.hellaswag, model, place)
-    if place.rank == 0:
-        print(score["line"] if hp.hellaswag else sample(model, hp.sample, hp))
+# --------------------------------------------------------------------------------------------------
+# 11  Ranks and faults
+# --------------------------------------------------------------------------------------------------
+
+def join_group(hardware: Hardware) -> None:
+    """Names a rank that does not arrive within the timeout."""
+    if hardware.world_size == 1:
+        return
+    device_id = None
+    patience = hardware.timeout
+    if hardware.device.type == "cuda":
+        device_id = hardware.device
+        patience += 60  # all_reduce_sum times out first, and names the rank
+    environment = os.environ
+    store = None
+    if (environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            and environment["GROUP_WORLD_SIZE"] == "1"):
+        # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
+        store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+        store = dist.PrefixStore(f"attempt{environment['TORCHELASTIC_RESTART_COUNT']}", store)
+        store.set(f"arrived{hardware.rank}", "")
+    try:
+        dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=hardware.rank,
+                                world_size=hardware.world_size, device_id=device_id,
+                                timeout=datetime.timedelta(seconds=patience))
+    except dist.DistError as error:
+        missing = [str(rank) for rank in range(hardware.world_size)
+                   if store and not store.check([f"arrived{rank}"])]
+        raise UserError(f"rank {' and '.join(missing) or 'unknown'} did not arrive within "
+                        f"--timeout={hardware.timeout:g} s ({reason_of(error)}); look at its "
+                        "machine, or wait longer") from None
 
 
-def give_up(why: UserError | str) -> int:
-    if (rank := int(os.environ.get("RANK", 0))):
-        time.sleep(10)  # what all ranks have to say, rank 0 says alone: torchrun then stops the others
-    print(f"error on rank {rank}: {why}" if rank else f"error: {why}", file=sys.stderr, flush=True)
-    return 2
-
-
-def take_leave(finished: bool) -> None:
-    """NCCL takes leave of all ranks together: one that failed alone would wait here, its error untold."""
+def leave_group(finished: bool) -> None:
+    """NCCL's ranks leave together: a rank that failed alone would wait, its error unseen."""
     if dist.is_initialized() and (finished or dist.get_backend() != "nccl"):
         dist.destroy_process_group()
 
 
+@torch.no_grad()
+def check_ranks_agree(trainer: Trainer, step: int) -> None:
+    """Compare step, hyperparameters and, by a cheap hash (the sum of its bits), every parameter."""
+    world_size = trainer.hardware.world_size
+    if world_size == 1:
+        return
+    integers = {2: torch.int16, 4: torch.int32}
+    settings = zlib.crc32(repr(as_dict(trainer.hp)).encode())
+    values = {"the step": torch.tensor(step), "the hyperparameters": torch.tensor(settings)}
+    for name, p in trainer.model.named_parameters():
+        values[f"parameter {name}"] = p.view(integers[p.element_size()]).sum()
+    own = torch.stack([value.to(trainer.hardware.device) for value in values.values()])
+    everyone = own.repeat(world_size)
+    dist.all_gather_single(everyone, own)
+    for name, by_rank in zip(values, everyone.view(world_size, -1).T.tolist()):
+        for rank, value in enumerate(by_rank):
+            if value != by_rank[0]:
+                raise SharedError(f"rank {rank} differs from rank 0, first in {name}; start all "
+                                  "machines with the same options and files, or check their "
+                                  "hardware and resume with --resume=auto")
+
+
+def find_silent_ranks(error: RuntimeError, patience_s: float = 3.0) -> str:
+    """A collective failed: every rank that still runs signs in at the launcher's store."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"alive{dist.get_rank()}", "")
+        time.sleep(patience_s)
+        silent = [str(rank) for rank in range(dist.get_world_size())
+                  if not store.check([f"alive{rank}"])]
+    except RuntimeError:
+        silent = ["0, or its machine,"]  # which keeps the store
+    return (f"rank {' and '.join(silent) or 'unknown'} stopped answering ({reason_of(error)}); "
+            "look at its machine, then resume with --resume=auto")
+
+
+class SignalHandler:
+    """The first signal stops the run after its step and saves; the second quits at once."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.number = 0         # of the signal that stops the run
+        self.reason = ""
+        self.received = 0.0     # when the first signal came
+
+    def __enter__(self):
+        names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+        self.previous = {name: signal.signal(getattr(signal, name), self.handle) for name in names}
+        return self
+
+    def handle(self, number: int, frame) -> None:
+        if self.received and time.monotonic() > self.received + 1:  # Ctrl-C also comes via torchrun
+            os._exit(128 + number)
+        self.received = self.received or time.monotonic()
+        if not self.trainer.stop_requested:
+            self.request_stop(number, signal.Signals(number).name)
+            if self.trainer.hardware.rank == 0:
+                os.write(2, b"\nstopping after this step; press again to quit now\n")
+
+    def request_stop(self, number: int, reason: str) -> None:
+        self.number = number
+        self.reason = reason
+        self.trainer.stop_requested = True
+
+    def check_launcher(self) -> None:
+        """Ranks whose torchrun was killed would train on, unseen, beside their replacement."""
+        if self.trainer.hardware.launcher_pid not in (0, os.getppid()):
+            self.request_stop(signal.SIGTERM, "the end of its launcher")
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for name, handler in self.previous.items():
+            signal.signal(getattr(signal, name), handler)
+        if isinstance(error, RuntimeError) and self.trainer.stop_requested:
+            os._exit(1)  # the launcher stops us because another rank is gone
+
+
+def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHandler,
+                step: int) -> int:
+    """Say how to resume. Returns the exit code: every rank returns the same signal's."""
+    number = torch.tensor(signals.number, device=trainer.hardware.device)
+    if trainer.hardware.world_size > 1:
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    number = int(number)
+    stopped = f"stopped by {signals.reason or signal.Signals(number).name} after step {step}"
+    if saver.failed:
+        raise UserError(f"{stopped}, and the checkpoint could not be written: what was learned "
+                        "since the last one is lost")
+    log.write(f"{stopped}; resume with --resume={log.folder}")
+    return 128 + number
+
+
+# --------------------------------------------------------------------------------------------------
+# 12  Command line and main
+# --------------------------------------------------------------------------------------------------
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+         str | tuple: "a name or a tuple of whole numbers and None"}
+
+
+def parse_value(kind, text: str):
+    """The value of a field of this kind."""
+    with contextlib.suppress(ValueError, OverflowError):
+        if kind is str or (kind == str | tuple and not text.startswith("(")):
+            return text
+        if kind is bool and text.lower() in ("true", "yes", "1", "false", "no", "0"):
+            return text.lower() in ("true", "yes", "1")
+        if kind is int and re.fullmatch(r"-?\d{1,30}", text):
+            return int(text)
+        if kind is int and float(text) == int(float(text)):  # 1e6
+            return int(float(text))
+        if kind is float and math.isfinite(float(text)):
+            return float(text)
+        if kind == str | tuple:
+            entries = [entry.strip() for entry in text.strip("()").split(",") if entry.strip()]
+            return tuple(None if entry == "None" else int(entry) for entry in entries)
+    raise argparse.ArgumentTypeError(f"{text!r} is not {KINDS[kind]}")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message.removeprefix('argument ')}; --help lists every option")
+
+
+def build_parser(shown: Hyperparameters | None = None) -> Parser:
+    """An option per field; its help is the field's comment and its value in `shown`."""
+    usage = "train_gpt.py [--name=value …]\n\n" + __doc__.split("\n\n")[1]
+    presets = f"Presets (--preset=NAME, later ones win): {', '.join(PRESETS)}"
+    parser = Parser(usage=usage, epilog=presets, allow_abbrev=False, add_help=False,
+                    argument_default=argparse.SUPPRESS,
+                    formatter_class=lambda prog: argparse.HelpFormatter(prog, 4, 34, 120))
+    group = parser.add_argument_group("hyperparameters, with their values on this machine")
+    kinds = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
+    for line in inspect.getsource(Hyperparameters).splitlines():
+        heading = re.fullmatch(r"    # (.+)", line)
+        field = re.fullmatch(r"    (\w+): [\w |]+ = .+?  # (.+)", line)
+        if heading:
+            group = parser.add_argument_group(heading[1])
+        elif field:
+            name, meaning = field.groups()
+            group.add_argument(f"--{name}", type=functools.partial(parse_value, kinds[name]),
+                               metavar=getattr(shown, name, None), help=meaning.replace("%", "%%"),
+                               nargs="?" if kinds[name] is bool else None,
+                               const=True if kinds[name] is bool else None,
+                               action="append" if name == "preset" else "store")
+    return parser
+
+
+def parse_options(arguments: list[str]) -> dict:
+    """What the command line says, and only that: {name: value}."""
+    arguments = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), argument)
+                 for argument in arguments]  # --num-steps is --num_steps
+    options, unknown = build_parser().parse_known_args(arguments)
+    if unknown:
+        names = [field.name for field in dataclasses.fields(Hyperparameters)]
+        word = unknown[0].lstrip("-").partition("=")[0]
+        close = difflib.get_close_matches(word, names, n=1, cutoff=0.0)[0]
+        raise UserError(f"{unknown[0]}: no such option; did you mean --{close}=…? (--help lists "
+                        "them all)")
+    values = vars(options)
+    if "preset" in values:
+        values["preset"] = "+".join(values["preset"])
+    return values
+
+
+def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
+    """Defaults, then presets or the values of a checkpoint, then the options."""
+    names = [field.name for field in dataclasses.fields(Hyperparameters)]
+    values = {}
+    origins = dict.fromkeys(names, "default")
+    if checkpoint:
+        values |= saved_hyperparameters(checkpoint)
+        origins |= {name: checkpoint["origins"].get(name, "checkpoint") for name in values}
+    preset = options.get("preset", values.get("preset", Hyperparameters.preset))
+    if preset == "auto":
+        device = options.get("device", Hyperparameters.device)
+        on_gpus = device in ("auto", "cuda") and torch.cuda.is_available()
+        preset = "h100" if on_gpus else "laptop"
+    if preset != values.get("preset"):
+        layers = [(name, PRESETS.get(name)) for name in preset.split("+")]
+        if "laptop" in dict(layers):
+            layers.insert(0, ("laptop", LAPTOP_LAYOUT))  # below the others
+        for name, fields in layers:
+            if fields is None:
+                raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
+            values |= fields
+            origins |= dict.fromkeys(fields, f"preset {name}")
+    given = options | dict(preset=preset)
+    values |= given
+    origins |= dict.fromkeys(options, "command line")
+    hp = Hyperparameters(**values)
+    hp.origins = origins
+    validate(hp)
+    return hp
+
+
+def parse_command_line(arguments: list[str]) -> Hyperparameters:
+    return resolve(parse_options(arguments))
+
+
+def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, list[str]]:
+    """(hyperparameters, notes) of a run that continues with its checkpoint's own values.
+
+    Refuses options that change the training, unless --resume_anyway is given.
+    """
+    hp = resolve(options, run.checkpoint)
+    saved = as_dict(Hyperparameters(**saved_hyperparameters(run.checkpoint)))
+    changed = {name: f"{name} {saved[name]!r} → {value!r}" for name, value in as_dict(hp).items()
+               if value != saved[name]
+               and name not in ("resume", "resume_anyway", "run_id", "show")}
+    refused = [text for name, text in changed.items() if name not in MAY_CHANGE_ON_RESUME]
+    if refused and not hp.resume_anyway:
+        raise UserError(f"--resume={hp.resume}: this changes the training of the checkpoint: "
+                        f"{', '.join(refused)}; leave these options out, or add --resume_anyway")
+    notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
+    here = as_dict(resolve(options | dict(preset=hp.preset)))
+    edited = [f"{name}={here[name]} (checkpoint: {value})" for name, value in saved.items()
+              if value != here[name] and name not in MAY_CHANGE_ON_RESUME
+              and hp.origins[name] not in ("command line", "checkpoint")]
+    if edited:
+        notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
+    return hp, notes
+
+
+def check_types(hp: Hyperparameters) -> None:
+    """Values may come from an edited default or from a file."""
+    for field in dataclasses.fields(hp):
+        value = getattr(hp, field.name)
+        accepted = int | float if field.type is float else field.type
+        if not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool):
+            raise UserError(f"{field.name} = {value!r}: expected {KINDS[field.type]}")
+
+
+def validate(hp: Hyperparameters) -> None:
+    """Refuse impossible values and combinations, each in one sentence."""
+    def need(holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            raise UserError(f"--{name}={getattr(hp, name)}: expected {expected}")
+
+    check_types(hp)
+    for name, lowest in AT_LEAST.items():
+        need(getattr(hp, name) >= lowest, name, f"at least {lowest}")
+    for name, highest in AT_MOST.items():
+        need(getattr(hp, name) <= highest, name, f"at most {highest}")
+    for name, choices in CHOICES.items():
+        is_tuple = isinstance(getattr(hp, name), tuple)
+        need(is_tuple or getattr(hp, name) in choices, name, f"one of {', '.join(choices)}")
+    for name in ("train_files", "val_files", "log_dir"):
+        need(getattr(hp, name) != "", name, "a path")
+    need(re.fullmatch(r"[\w.+-]*", hp.run_id) and hp.run_id not in (".", ".."), "run_id",
+         "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
+    unit = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1)
+    need(hp.model_dim % unit == 0, "model_dim",
+         f"a multiple of {unit} (4 × num_heads{', and 16 for FP8' if hp.fp8_head else ''}); the "
+         f"nearest is {nearest_multiple(hp.model_dim, unit)}")
+    sequence = hp.sequence_tokens
+    if sequence:
+        need(sequence % BLOCK == 0, "sequence_tokens", f"a multiple of the mask's block of "
+             f"{BLOCK}; the nearest is {nearest_multiple(sequence, BLOCK)}")
+        need(sequence <= hp.batch_tokens, "sequence_tokens",
+             f"at most batch_tokens={hp.batch_tokens}")
+        for name in ("batch_tokens", "val_tokens"):
+            need(getattr(hp, name) % sequence == 0, name,
+                 f"a multiple of sequence_tokens={sequence}; the nearest is "
+                 f"{nearest_multiple(getattr(hp, name), sequence)}")
+        if hp.segment_tokens:
+            need(sequence % hp.segment_tokens == 0, "segment_tokens",
+                 f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
+    need(hp.document_token < hp.vocab_size, "document_token",
+         f"less than vocab_size={hp.vocab_size}")
+    need(all(layer in range(hp.num_layers) for layer in hp.layers_without_attention),
+         "no_attention", f"layers from 0 to {hp.num_layers - 1}")
+    need(len(hp.value_tables) == hp.num_layers, "value_layout",
+         f"one entry for each of the {hp.num_layers} layers")
+    if hp.sample:
+        need(hp.checkpoint != "", "checkpoint", "a model.pt or a run's folder to sample from")
+
+
+def show(hp: Hyperparameters) -> None:
+    """Every value with its origin, and what run.sh needs to know."""
+    for name, value in as_dict(hp).items():
+        print(f"{name}={value}\t# {hp.origins[name]}")
+    gpus = torch.cuda.device_count() if hp.device in ("auto", "cuda") else 0
+    print(f"gpus={gpus}\t# that this PyTorch can use for the run")
+    print(f"fetch={missing_data(hp)}\t# what run.sh fetches first")
+
+
+def use_model(hp: Hyperparameters, hardware: Hardware) -> None:
+    """Score or sample from a saved model."""
+    prepare_device(hp, hardware)
+    join_group(hardware)
+    model = load_model(hp.checkpoint, hardware)
+    if hp.hellaswag:
+        text = score_hellaswag(hp.hellaswag, model, hardware)["line"]
+    else:
+        text = printable(sample(model, hp.sample, hp))
+    if hardware.rank == 0:
+        print(text)
+
+
+def print_error(error: UserError | str, only_local_rank_0: bool) -> int:
+    """What every rank of a machine would say alike, its first rank says alone."""
+    rank = os.environ.get("RANK", "0")
+    if not only_local_rank_0 or os.environ.get("LOCAL_RANK", "0") == "0":
+        where = "error" if rank == "0" else f"error on rank {rank}"
+        print(f"{where}: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
 def main(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
-        print(help_text())
+        build_parser(resolve({})).print_help()
         return 0
+    hp = None
     finished = False
     try:
-        hp = parse_command_line(arguments)
+        options = parse_options(arguments)
+        hp = resolve(options)
+        run = Run(Path())
+        if not hp.checkpoint and (hp.resume or not hp.show):
+            run = find_run(hp)
+        if run.checkpoint:
+            hp, notes = resume_hyperparameters(options, run)
+            run = run._replace(notes=(*run.notes, *notes))
         if hp.show:
-            print(*(f"{name}={value}" for name, value in as_dict(hp).items()), sep="\n")
+            show(hp)
             return 0
-        place = find_place(hp)
-        start_up(place, hp)
+        hardware = find_hardware(hp)
         if hp.checkpoint:
-            use_model(load_model(hp.checkpoint, place), hp, place)
+            use_model(hp, hardware)
+            code = 0
         else:
-            train(hp, place)
+            run = run._replace(notes=(*run.notes, *filter(None, [fit_sequence(hp, hardware)])))
+            validate(hp)
+            code = train(hp, hardware, run)
         finished = True
-        return 0
+        return code
     except UserError as error:
-        return give_up(error)
-    except RuntimeError as error:
-        if not (dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))):
+        same_on_all_ranks = isinstance(error, SharedError) or not dist.is_initialized()
+        return print_error(error, only_local_rank_0=same_on_all_ranks)
+    except (RuntimeError, MemoryError) as error:
+        if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            code = print_error(find_silent_ranks(error), only_local_rank_0=False)
+            os._exit(code)  # leaving a group that is stuck would get stuck too
+        memory_errors = (torch.OutOfMemoryError, MemoryError)
+        if not isinstance(error, memory_errors) and "can't allocate memory" not in str(error):
             raise
-        os._exit(give_up(silent_ranks(error)))  # to take leave of a group that is stuck would get stuck too
-    except KeyboardInterrupt:  # before the first step; from then on they are heard there
+        remedy = less_memory(hp, int(os.environ.get("WORLD_SIZE", 1)))
+        return print_error(f"out of memory with --sequence_tokens={hp.sequence_tokens}; {remedy}",
+                           only_local_rank_0=False)
+    except KeyboardInterrupt:  # before the first step; from then on SignalHandler takes it
         if os.environ.get("RANK", "0") == "0":
-            print("stopped: there was nothing to save yet", file=sys.stderr, flush=True)
+            print("stopped before the first step: there was nothing to save", file=sys.stderr)
         os._exit(128 + signal.SIGINT)
     finally:
-        take_leave(finished)
+        leave_group(finished)
 
 
 if __name__ == "__main__":

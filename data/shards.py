@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -326,3 +327,48 @@ def summary(folder: Path, manifest: dict) -> str:
             lines.append(f"{split:<6}{len(entries):>5} shard{'s' * (len(entries) > 1):<2}{tokens:>15,} tokens"
                          f"{documents:>12,} documents")
     return "\n".join([f"{relative(folder)}: {manifest['source']}", *lines])
+
+
+def check_manifest(folder, names, vocab_size, document_token):
+    """Temporary: the data branch has the real one."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entries = {entry["file"]: entry for entry in manifest["shards"] if entry["file"] in names}
+    return dict(text_bytes=sum(e["text_bytes"] or 0 for e in entries.values()), tokens=sum(names.values()),
+                sha256={name: entry["sha256"] for name, entry in entries.items()})
+
+
+def check_manifests(held: dict[str, int], vocab_size: int, document_token: int) -> tuple[dict, float | None]:
+    """(sha256 of each shard, bytes of text per token), each where a manifest says so.
+
+    held: the tokens in each shard, by path. Refuses shards made for another vocabulary.
+    """
+    hashes = dict.fromkeys(held)
+    total_tokens = 0
+    total_bytes = 0
+    for folder in sorted({Path(path).parent for path in held}):
+        names = {Path(path).name: tokens for path, tokens in held.items() if Path(path).parent == folder}
+        if not (folder / "manifest.json").exists():
+            total_bytes = None
+            continue
+        found = check_manifest(folder, names, vocab_size, document_token)
+        hashes |= {str(folder / name): found["sha256"].get(name) for name in names}
+        total_tokens += found["tokens"]
+        if total_bytes is not None and found["text_bytes"] is not None:
+            total_bytes += found["text_bytes"]
+        else:
+            total_bytes = None
+    return hashes, total_bytes / total_tokens if total_bytes and total_tokens else None
+
+
+def what_to_fetch(train_files: str, val_files: str, num_steps: int, batch_tokens: int, epochs: int) -> str:
+    """What a run lacks of our own sources: "enwik8", "fineweb N" for N training shards, or ""."""
+    train_shards = len(glob.glob(train_files))
+    complete = train_shards > 0 and bool(glob.glob(val_files))
+    if train_files.startswith("data/enwik8/") and not complete:
+        return "enwik8"
+    if train_files.startswith("data/fineweb10B/"):
+        batches_per_shard = max(1, (10**8 - 1) // batch_tokens)
+        needed = min(103, -(-num_steps // (batches_per_shard * epochs)))  # 103: as many as there are
+        if train_shards < needed or not complete:
+            return f"fineweb {needed}"
+    return ""

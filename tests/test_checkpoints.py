@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from runs import ROOT, SCRIPT, TINY, Result, make_data, run, write_shard
+from helpers import ROOT, SCRIPT, TINY, Result, make_data, run, write_shard
 
 SIX = [*TINY, "--num_steps=6", "--val_every=2", "--batch_tokens=1536", "--save_every=2", "--keep_checkpoints=3"]
 
@@ -231,12 +231,12 @@ def test_a_signal_while_the_last_checkpoint_is_written_does_not_lose_it(data, tm
     monkeypatch.setattr(torch, "save", interrupted)
     monkeypatch.setattr(train_gpt.Logger, "close", lambda self: (waiting.set(), close(self)))
     assert train_gpt.main([*SIX, *data, f"--log_dir={tmp_path}", "--run_id=w"]) == 0
-    assert train_gpt.read_saved(tmp_path / "w" / "checkpoint_0000006.pt")["step"] == 6 and weights(tmp_path / "w")
+    assert train_gpt.read_checkpoint(tmp_path / "w" / "checkpoint_0000006.pt")["step"] == 6 and weights(tmp_path / "w")
 
 
 def test_a_signal_while_a_run_is_scored_does_not_lose_its_model(data, tmp_path, monkeypatch):
     def interrupted(*_):
-        assert train_gpt.read_saved(tmp_path / "h" / "model.pt")["step"] == 6
+        assert train_gpt.read_checkpoint(tmp_path / "h" / "model.pt")["step"] == 6
         os.kill(os.getpid(), signal.SIGINT)
         return dict(line="HellaSwag accuracy", hellaswag=0.25, tasks=4)
     monkeypatch.setattr(train_gpt, "read_hellaswag", lambda *_: None)
@@ -248,7 +248,7 @@ def test_a_signal_while_a_run_is_scored_does_not_lose_its_model(data, tmp_path, 
 
 def test_what_is_being_written_when_a_run_gives_up_is_still_written(data, tmp_path, monkeypatch):
     """By the time that the error is said, which makes the launcher end all ranks."""
-    save, give_up, told = torch.save, train_gpt.give_up, threading.Event()
+    save, print_error, told = torch.save, train_gpt.print_error, threading.Event()
 
     def slow(state, file):
         told.wait(1)
@@ -261,8 +261,8 @@ def test_what_is_being_written_when_a_run_gives_up_is_still_written(data, tmp_pa
     step = train_gpt.Trainer.step
     monkeypatch.setattr(torch, "save", slow)
     monkeypatch.setattr(train_gpt.Trainer, "step", poisoned)
-    monkeypatch.setattr(train_gpt, "give_up", lambda why: (
-        told.set(), train_gpt.read_saved(tmp_path / "g" / "checkpoint_0000002.pt"), give_up(why))[-1])
+    monkeypatch.setattr(train_gpt, "print_error", lambda why: (
+        told.set(), train_gpt.read_checkpoint(tmp_path / "g" / "checkpoint_0000002.pt"), print_error(why))[-1])
     assert train_gpt.main([*SIX, *data, f"--log_dir={tmp_path}", "--run_id=g"]) == 2
 
 
@@ -288,12 +288,12 @@ def test_a_full_disk_or_a_folder_that_is_gone_does_not_stop_training(data, whole
         assert captured.err.count("warning: ") == 1 and "checkpoint_0000004.pt could not be written" in captured.err
         assert "step:6/6 val_loss" in captured.out
         assert [path.name for path in (disk / "full").glob("checkpoint*")] == ["checkpoint_0000002.pt"]
-        assert train_gpt.read_saved(disk / "full" / "checkpoint_0000002.pt")["step"] == 2
+        assert train_gpt.read_checkpoint(disk / "full" / "checkpoint_0000002.pt")["step"] == 2
     finally:
         subprocess.run(["umount", disk])
 
 
-@pytest.mark.parametrize("in_its_place", [False, True], ids=["gone", "a file in its place"])
+@pytest.mark.parametrize("in_its_place", [False, True], ids=["gone", "a file in its hardware"])
 def test_a_folder_that_is_gone_does_not_stop_training(data, tmp_path, capsys, monkeypatch, in_its_place):
     step = train_gpt.Trainer.step
 
@@ -368,12 +368,12 @@ def test_a_gradient_that_is_not_finite_stops_before_the_optimizers_and_names_its
 
 def test_no_checkpoint_is_made_of_parameters_that_are_not_finite(data, tmp_path):
     hp = train_gpt.parse_command_line([*SIX, *data])
-    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
-    trainer.step(trainer.train_data.next_batch(), 0)
+    trainer = make_trainer(hp)
+    trainer.step(trainer.data.train.next_batch(), 0)
     with torch.no_grad():
         trainer.model.head.weight[3, 3] = float("inf")
     with pytest.raises(train_gpt.UserError, match="head.weight.*batch is 0"):
-        trainer.state(1, train_gpt.Clock(trainer.place.device), [0, 0])
+        trainer.state(1, train_gpt.Clock(trainer.hardware.device), [0, 0])
 
 
 # Files from elsewhere, mutated: each is read right or refused in one sentence.
@@ -429,7 +429,7 @@ def fuzz_checkpoint(folder: Path, changes: list, content: bytes, trainer: train_
     """Bytes first; then values inside of a file whose checksums are right."""
     path = folder / "fuzz.pt"
     path.write_bytes(mutate(content, changes))
-    state = read_or_refused(lambda: train_gpt.read_saved(path))
+    state = read_or_refused(lambda: train_gpt.read_checkpoint(path))
     if state is None:
         state = torch.load(io.BytesIO(content), weights_only=True)
         holders = [state, state["model"], state["adam"], state["adam"]["embed.weight"], state["muon"],
@@ -444,15 +444,15 @@ def fuzz_checkpoint(folder: Path, changes: list, content: bytes, trainer: train_
             else:
                 holder[name] = values[new[-1] % 9]
         torch.save(state, path)
-    place = trainer.place
+    hardware = trainer.hardware
 
     def use():
-        state = train_gpt.read_saved(path)
+        state = train_gpt.read_checkpoint(path)
         train_gpt.changed_since(trainer.hp, state["hyperparameters"])
-        trainer.restore(state, train_gpt.Clock(place.device))
-        trainer.step(trainer.train_data.next_batch(), 0)
+        trainer.restore(state, train_gpt.Clock(hardware.device))
+        trainer.step(trainer.data.train.next_batch(), 0)
     read_or_refused(use)
-    read_or_refused(lambda: train_gpt.sample(train_gpt.load_model(str(path), place), "", trainer.hp))
+    read_or_refused(lambda: train_gpt.sample(train_gpt.load_model(str(path), hardware), "", trainer.hp))
 
 
 @settings(max_examples=150)
@@ -472,7 +472,7 @@ def test_mutated_manifests(tmp_path_factory, changes):
 def test_mutated_checkpoints(tmp_path_factory, whole, data, changes):
     hp = train_gpt.parse_command_line([*SIX, *data])
     if not hasattr(test_mutated_checkpoints, "trainer"):
-        test_mutated_checkpoints.trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
+        test_mutated_checkpoints.trainer = make_trainer(hp)
     fuzz_checkpoint(tmp_path_factory.getbasetemp(), changes, (whole / "checkpoint_0000004.pt").read_bytes(),
                     test_mutated_checkpoints.trainer)
 
@@ -485,7 +485,7 @@ def test_a_model_that_claims_to_be_huge_takes_no_memory(whole, tmp_path):
         state["hyperparameters"] |= claim
         torch.save(state, tmp_path / "huge.pt")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        read_or_refused(lambda: train_gpt.load_model(str(tmp_path / "huge.pt"), train_gpt.Place()))
+        read_or_refused(lambda: train_gpt.load_model(str(tmp_path / "huge.pt"), train_gpt.Hardware()))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024, claim
 
 
@@ -504,18 +504,18 @@ def test_a_checkpoint_that_would_swell_is_refused(whole, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name in ("zip", "twice", "digits"):
         with pytest.raises(train_gpt.UserError, match=f"{name}.pt: cannot be loaded"):
-            train_gpt.read_saved(tmp_path / f"{name}.pt")
+            train_gpt.read_checkpoint(tmp_path / f"{name}.pt")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
 
 
 def test_a_checkpoint_without_the_state_of_a_parameter_is_refused(data, whole):
     hp = train_gpt.parse_command_line([*SIX, *data])
-    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
+    trainer = make_trainer(hp)
     for kind, name in (("adam", "head.weight"), ("muon", "blocks.0.up.weight")):
         state = torch.load(whole / "checkpoint_0000004.pt", weights_only=True)
         del state[kind][name]
         with pytest.raises(train_gpt.UserError, match=f"does not fit this training .KeyError: '{name}'"):
-            trainer.restore(state, train_gpt.Clock(trainer.place.device))
+            trainer.restore(state, train_gpt.Clock(trainer.hardware.device))
 
 
 @pytest.mark.parametrize("tokens, text_bytes", [(3000, 10**400), (3000, -5), (0, 9)])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from runs import TINY, make_data, run, trained, write_shard
+from helpers import TINY, make_data, run, trained, write_shard
 
 
 def write_manifest(folder, listed, /, **changes) -> None:
@@ -26,7 +26,7 @@ def described(folder, **changes) -> list[str]:
 
 def trainer(*arguments: str) -> train_gpt.Trainer:
     hp = train_gpt.parse_command_line([*TINY, *arguments])
-    return train_gpt.Trainer(hp, train_gpt.find_place(hp))
+    return make_trainer(hp)
 
 
 def test_a_manifest_that_fits_gives_the_bytes_of_text(tmp_path):
@@ -59,10 +59,10 @@ def test_a_shard_that_is_not_what_its_manifest_says(tmp_path):
 
 def test_bits_per_byte_of_a_vocabulary_come_from_the_manifest(tmp_path):
     hp = train_gpt.parse_command_line([*TINY, *make_data(tmp_path), "--vocab_size=300"])
-    run = train_gpt.Trainer(hp, train_gpt.find_place(hp))
-    known = train_gpt.evaluate(hp, run.forward, run.val_data, run.window.fill_(2), run.place, bytes_per_token=4.0)
+    run = make_trainer(hp)
+    known = train_gpt.evaluate(hp, run.forward, run.val_data, run.window.fill_(2), run.hardware, bytes_per_token=4.0)
     assert known["bits_per_byte"] == pytest.approx(known["val_loss"] / 4 / np.log(2))
-    unknown = train_gpt.evaluate(hp, run.forward, run.val_data, run.window, run.place)
+    unknown = train_gpt.evaluate(hp, run.forward, run.val_data, run.window, run.hardware)
     assert unknown["bits_per_byte"] is None and unknown["val_loss"] == known["val_loss"]
 
 
@@ -130,7 +130,7 @@ def random_model(data: list[str]) -> train_gpt.GPT:
 
 def test_packing_gives_the_losses_of_one_row_at_a_time(tmp_path):
     tasks, model = write_tasks(tmp_path), random_model([])
-    score = train_gpt.score_hellaswag(str(tmp_path), model, train_gpt.Place())
+    score = train_gpt.score_hellaswag(str(tmp_path), model, train_gpt.Hardware())
     window = torch.tensor(train_gpt.window_at(model.hp, model.hp.num_steps), dtype=torch.int32)
     right, alone = 0, []
     for context, endings, label in tasks:
@@ -168,7 +168,7 @@ def test_damaged_tasks_are_refused(tmp_path, break_it):
     write_tasks(tmp_path)
     break_it(tmp_path)
     with pytest.raises(train_gpt.UserError):
-        train_gpt.score_hellaswag(str(tmp_path), random_model([]), train_gpt.Place())
+        train_gpt.score_hellaswag(str(tmp_path), random_model([]), train_gpt.Hardware())
 
 
 def test_tasks_that_cannot_be_scored_stop_a_run_before_it_starts(tmp_path):

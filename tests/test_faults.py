@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import train_gpt
-from runs import ROOT, SCRIPT, TINY, Result, make_data, trained
+from helpers import ROOT, SCRIPT, TINY, Result, make_data, trained
 from test_launch import free_port
 
 LONG = [*TINY, "--num_steps=30", "--val_every=10", "--save_every=4"]
@@ -149,7 +149,7 @@ def test_a_signal_within_a_second_of_the_first_is_the_same_one_come_by_another_w
     monkeypatch.setattr(train_gpt, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(os, "_exit", ended.append)
     trainer = types.SimpleNamespace(interrupted="")
-    with train_gpt.listening_to_signals(trainer):
+    with train_gpt.SignalHandler(trainer):
         for at, expected in ((100.0, []), (100.9, []), (101.1, [128 + signal.SIGUSR1])):
             now[0] = at
             signal.raise_signal(signal.SIGUSR1)
@@ -216,7 +216,7 @@ import torch, train_gpt
 step = train_gpt.Trainer.step
 def drifting(self, batch, number):
     loss = step(self, batch, number)
-    if number == 4 and self.place.rank == 1:
+    if number == 4 and self.hardware.rank == 1:
         with torch.no_grad():
             for name in ("blocks.1.up.weight", "head.weight"):
                 flat = self.model.get_parameter(name).view(torch.int32).view(-1)
@@ -299,7 +299,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_nccl(monkeypatch, backend, fi
                                destroy_process_group=lambda: left.append(True)).items():
         monkeypatch.setattr(train_gpt.dist, name, stand_in)
 
-    def train(hp, place):
+    def train(hp, hardware):
         if not finished:
             raise torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(train_gpt, "train", train)

@@ -74,8 +74,8 @@ def test_it_trains_as_without(tiny, make_shards):
     losses = {}
     for fp8 in (False, True):
         hp = tiny(train_files=stream, val_files=stream, fp8_head=fp8, num_layers=4, vocab_multiple=16)
-        trainer = train_gpt.Trainer(hp, train_gpt.Place())
-        losses[fp8] = [trainer.step(trainer.train_data.next_batch(), step) for step in range(12)]
+        trainer = train_gpt.Trainer(hp, train_gpt.Hardware())
+        losses[fp8] = [trainer.step(trainer.data.train.next_batch(), step) for step in range(12)]
     assert losses[True] != losses[False] and losses[True][-1] < losses[True][0] - 1
     assert losses[True] == pytest.approx(losses[False], rel=0.02)
 
@@ -112,6 +112,6 @@ def test_devices_without_float8_are_refused(kind, capability, hip, monkeypatch):
     """Of AMD's, 9.0 has none and 9.4 has one with another bias."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    place = train_gpt.Place(device=torch.device(kind))
+    hardware = train_gpt.Hardware(device=torch.device(kind))
     with pytest.raises(UserError, match="fp8_head=true: this device has no FP8"):
-        train_gpt.start_up(place, hyperparameters("h100-fp8"))
+        train_gpt.prepare_device(hardware, hyperparameters("h100-fp8"))

@@ -48,7 +48,7 @@ class Pair:
                   sequence_tokens=SEQUENCE, batch_tokens=2 * SEQUENCE, val_tokens=SEQUENCE,
                   num_steps=num_steps, cooldown=cooldown, **fixed)
         self.stream = torch.from_numpy(stream.astype("int64"))
-        self.trainer = train_gpt.Trainer(hp, train_gpt.Place())
+        self.trainer = train_gpt.Trainer(hp, train_gpt.Hardware())
         if shaken:
             shake(self.trainer.model)
         weights = {name_in_reference(name): p.detach() for name, p in self.trainer.model.named_parameters()}
@@ -59,13 +59,13 @@ class Pair:
     def sequences(self, step: int) -> list:
         """The two sequences of a step, each with its targets one token on."""
         places = 2 * SEQUENCE * step, 2 * SEQUENCE * step + SEQUENCE
-        return [(self.stream[place:place + SEQUENCE], self.stream[place + 1:place + SEQUENCE + 1])
-                for place in places]
+        return [(self.stream[hardware:hardware + SEQUENCE], self.stream[hardware + 1:hardware + SEQUENCE + 1])
+                for hardware in places]
 
     def train(self, steps: int) -> tuple[list[float], list[float]]:
         ours, theirs = [], []
         for step in range(steps):
-            ours.append(self.trainer.step(self.trainer.train_data.next_batch(), step))
+            ours.append(self.trainer.step(self.trainer.data.train.next_batch(), step))
             theirs.append(self.reference.step(step, self.sequences(step)))
         return ours, theirs
 

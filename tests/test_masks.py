@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import reference
 import train_gpt
 from conftest import hyperparameters
-from train_gpt import BLOCK, FAR, Mask, attend, build_mask, window_at
+from train_gpt import BLOCK, NO_LIMIT, Mask, attend, build_mask, window_at
 
 DOCUMENT = 7
 UNITS = ("block", "token", "token_in_block")
@@ -52,9 +52,9 @@ def expanded(mask: train_gpt.BlockMask) -> torch.Tensor:
     """Lists and function together: full blocks are seen whole, partial ones where the function says."""
     partial = block_lists(mask.kv_num_blocks, mask.kv_indices)
     full = block_lists(mask.full_kv_num_blocks, mask.full_kv_indices)
-    place = torch.arange(BLOCK * len(partial))
-    where = mask.mask_mod(torch.tensor(0), torch.tensor(0), place[:, None], place[None, :])
-    dense = torch.zeros(len(place), len(place), dtype=torch.bool)
+    hardware = torch.arange(BLOCK * len(partial))
+    where = mask.mask_mod(torch.tensor(0), torch.tensor(0), hardware[:, None], hardware[None, :])
+    dense = torch.zeros(len(hardware), len(hardware), dtype=torch.bool)
     for row in range(len(partial)):
         assert not set(partial[row]) & set(full[row])
         for column in partial[row] + full[row]:
@@ -64,7 +64,7 @@ def expanded(mask: train_gpt.BlockMask) -> torch.Tensor:
 
 
 def by_blocks(dense: torch.Tensor) -> torch.Tensor:
-    """[query block, key block, place in the pair of blocks]"""
+    """[query block, key block, hardware in the pair of blocks]"""
     blocks = len(dense) // BLOCK
     return dense.view(blocks, BLOCK, blocks, BLOCK).transpose(1, 2).flatten(2)
 
@@ -110,7 +110,7 @@ def expanded_band(bias: torch.Tensor) -> torch.Tensor:
 @given(inputs(), windows(), st.integers(0, 3))
 @settings(max_examples=100)
 def test_band_is_the_brute_force_mask(tokens, window, more):
-    reach = train_gpt.reach_of(*window.tolist()) + more
+    reach = train_gpt.blocks_back(*window.tolist()) + more
     mask = build_mask(tokens, window, DOCUMENT, 0, "banded", reach)
     assert torch.equal(expanded_band(mask.bias), brute_force(tokens, window))
     narrowed = train_gpt.narrow_band(mask.bias, window)
@@ -130,15 +130,15 @@ def test_reach_is_just_enough(tokens, blocks):
     """As many blocks back as the farthest key that some query sees, and no more."""
     sees = brute_force(torch.zeros(8 * BLOCK), torch.tensor([tokens, blocks]))
     query, key = sees.nonzero().T
-    assert train_gpt.reach_of(tokens, blocks) == (query // BLOCK - key // BLOCK).max()
+    assert train_gpt.blocks_back(tokens, blocks) == (query // BLOCK - key // BLOCK).max()
 
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("start, end", [(64, 1792), (1024, 1024), (900, 128)])
 def test_the_band_is_wide_enough_for_the_whole_run(unit, start, end):
     hp = hyperparameters("laptop", window_unit=unit, window_start=start, window_end=end, num_steps=50)
-    reaches = [train_gpt.reach_of(*window_at(hp, step)) for step in range(51)]
-    assert train_gpt.band_reach(hp) == max(reaches)
+    reaches = [train_gpt.blocks_back(*window_at(hp, step)) for step in range(51)]
+    assert train_gpt.max_blocks_back(hp) == max(reaches)
 
 
 # ---- attention ---------------------------------------------------------------------------------------------
@@ -167,13 +167,13 @@ def assert_same_attention(mask: Mask, dense: torch.Tensor, tensors: list, attent
 
 @given(inputs(), windows(), st.integers(0, 2))
 def test_banded_attention_is_dense_attention(tokens, window, more):
-    mask = build_mask(tokens, window, DOCUMENT, 0, "banded", train_gpt.reach_of(*window.tolist()) + more)
+    mask = build_mask(tokens, window, DOCUMENT, 0, "banded", train_gpt.blocks_back(*window.tolist()) + more)
     assert_same_attention(mask, brute_force(tokens, window), random_heads(len(tokens)))
 
 
 @pytest.mark.parametrize("heads, head_dim", [(1, 64), (3, 8), (6, 128)])
 def test_banded_attention_for_other_shapes(heads, head_dim):
-    tokens, window = torch.zeros(3 * BLOCK, dtype=torch.int32), torch.tensor([200, FAR], dtype=torch.int32)
+    tokens, window = torch.zeros(3 * BLOCK, dtype=torch.int32), torch.tensor([200, NO_LIMIT], dtype=torch.int32)
     tokens[[0, 150]] = DOCUMENT
     mask = build_mask(tokens, window, DOCUMENT, 0, "banded", 2)
     assert_same_attention(mask, brute_force(tokens, window), random_heads(len(tokens), heads, head_dim))
@@ -194,7 +194,7 @@ def attend_elsewhere(q, k, v, mask):
 @settings(max_examples=15)
 def test_banded_attention_from_torch_operators_is_dense_attention(tokens, window):
     """The branch for devices that are neither the CPU nor compiled CUDA."""
-    mask = build_mask(tokens, window, DOCUMENT, 0, "banded", train_gpt.reach_of(*window.tolist()))
+    mask = build_mask(tokens, window, DOCUMENT, 0, "banded", train_gpt.blocks_back(*window.tolist()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "banded_cpu", None)  # so that it cannot be this that answers
         assert_same_attention(mask, brute_force(tokens, window), random_heads(len(tokens)), attend_elsewhere)
@@ -203,7 +203,7 @@ def test_banded_attention_from_torch_operators_is_dense_attention(tokens, window
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_dense_attention():
     """Not compiled it heeds the function only, not the lists: so with a window in tokens, which is in it."""
-    tokens, window = torch.zeros(3 * BLOCK, dtype=torch.int32), torch.tensor([192, FAR], dtype=torch.int32)
+    tokens, window = torch.zeros(3 * BLOCK, dtype=torch.int32), torch.tensor([192, NO_LIMIT], dtype=torch.int32)
     tokens[[0, 150, 151, 300]] = DOCUMENT
     mask = build_mask(tokens, window, DOCUMENT, 0, "flex", 2)
     *qkv, _ = random_heads(len(tokens))
@@ -212,7 +212,7 @@ def test_flex_attention_is_dense_attention():
 
 
 def test_banded_attention_in_bfloat16_is_near():
-    tokens, window = torch.zeros(3 * BLOCK, dtype=torch.int32), torch.tensor([192, FAR], dtype=torch.int32)
+    tokens, window = torch.zeros(3 * BLOCK, dtype=torch.int32), torch.tensor([192, NO_LIMIT], dtype=torch.int32)
     mask = build_mask(tokens, window, DOCUMENT, 0, "banded", 2)
     tensors = [x.bfloat16() for x in random_heads(len(tokens))]
     ours = with_gradients(lambda *qkv: attend(*qkv, mask), *tensors)
@@ -226,7 +226,7 @@ def test_banded_attention_in_bfloat16_is_near():
 @pytest.mark.parametrize("narrow", [True, False])
 def test_the_operator_of_the_cpu_is_a_well_made_one(narrow):
     """torch's own checks: schema, autograd, fake tensors, compiled with static and dynamic shapes."""
-    window = torch.tensor([100 if narrow else 300, FAR], dtype=torch.int32)
+    window = torch.tensor([100 if narrow else 300, NO_LIMIT], dtype=torch.int32)
     mask = build_mask(torch.zeros(3 * BLOCK), window, DOCUMENT, 0, "banded", 2)
     *qkv, grad = random_heads(3 * BLOCK)
     torch.library.opcheck(train_gpt.banded_cpu, (*(x.requires_grad_() for x in qkv), mask.bias, window))
@@ -237,7 +237,7 @@ def test_the_operator_of_the_cpu_is_a_well_made_one(narrow):
 
 def test_a_window_costs_what_it_sees():
     """The operator looks at this step's part of the band only: what lies outside it may as well be NaN."""
-    window = torch.tensor([FAR, 1], dtype=torch.int32)
+    window = torch.tensor([NO_LIMIT, 1], dtype=torch.int32)
     mask = build_mask(torch.zeros(4 * BLOCK), window, DOCUMENT, 0, "banded", 3)
     poisoned = mask.bias.clone()
     poisoned[..., :-BLOCK] = math.nan

@@ -8,7 +8,7 @@ import reference
 import train_gpt
 from conftest import DATED, TINY, hyperparameters, made_up_text
 from test_lineage import shake
-from train_gpt import GPT, Place, Rotary, UserError, build_optimizers, optimizer_groups
+from train_gpt import GPT, Hardware, Rotary, UserError, build_optimizers, optimizer_groups
 
 EVERY_PRESET = [*DATED, "h100", "laptop"]
 PARAMETERS_M = {"2024-11-19": 162.2, "2024-12-04": 625.8, "2024-12-08": 394.0, "2024-12-10": 394.0,
@@ -78,7 +78,7 @@ def test_groups_and_rates_are_those_of_the_records(preset):
 def test_the_optimizers_hold_every_parameter_once_with_the_records_settings(tiny, preset):
     hp = tiny(preset)
     model = GPT(hp)
-    adam, muon = build_optimizers(hp, model, Place())
+    adam, muon = build_optimizers(hp, model, Hardware())
     held = [id(p) for optimizer in (adam, muon) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     for group in adam.param_groups:
@@ -94,7 +94,7 @@ def test_a_parameter_that_no_group_knows_is_refused_by_name(tiny, name, shape):
     model = GPT(tiny())
     model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
     with pytest.raises(UserError, match=rf"\b{name}\b"):
-        build_optimizers(model.hp, model, Place())
+        build_optimizers(model.hp, model, Hardware())
 
 
 # ---- pieces ------------------------------------------------------------------------------------------------
@@ -226,10 +226,10 @@ def three_documents() -> torch.Tensor:
 
 
 @torch.no_grad()
-def changed_rows(model: GPT, tokens: torch.Tensor, place: int, step: int) -> torch.Tensor:
-    """Where the logits change when the token at this place becomes another one."""
+def changed_rows(model: GPT, tokens: torch.Tensor, hardware: int, step: int) -> torch.Tensor:
+    """Where the logits change when the token at this hardware becomes another one."""
     other = tokens.clone()
-    other[place] = tokens[place] + 1 if tokens[place] + 1 != TINY["document_token"] else 0
+    other[hardware] = tokens[hardware] + 1 if tokens[hardware] + 1 != TINY["document_token"] else 0
     window = window_of(model.hp, step)
     before, after = (model(x, None, window) for x in (tokens, other))
     return ((before - after).abs() > 1e-6).any(-1)
@@ -240,12 +240,12 @@ def test_no_token_is_seen_before_it_or_from_another_document(preset):
     model, tokens = leak_model(preset), three_documents()
     document = reference.count_documents(tokens, TINY["document_token"])
     for step in (0, 6, 12):
-        for place in (1, 127, 128, 199, 201, 219, 300, 383, 384, 511):
-            changed = changed_rows(model, tokens, place, step)
+        for hardware in (1, 127, 128, 199, 201, 219, 300, 383, 384, 511):
+            changed = changed_rows(model, tokens, hardware, step)
             here = torch.arange(512)
-            assert changed[place], "the token itself must notice"
-            assert not changed[here < place].any(), f"token {place} leaks into the past"
-            assert not changed[document != document[place]].any(), f"token {place} leaks into a document"
+            assert changed[hardware], "the token itself must notice"
+            assert not changed[here < hardware].any(), f"token {hardware} leaks into the past"
+            assert not changed[document != document[hardware]].any(), f"token {hardware} leaks into a document"
 
 
 @pytest.mark.parametrize("preset", EVERY_PRESET)

@@ -69,9 +69,9 @@ def test_a_batch_is_its_matrices_one_by_one(shape):
     matrices = random_matrices(*shape) * torch.tensor([1e-2, 1.0, 1e2])[:, None, None, None]
     batched = newton_schulz(matrices)
     assert batched.shape == matrices.shape
-    for place in range(15):
-        one = newton_schulz(matrices.flatten(0, 1)[place])
-        torch.testing.assert_close(batched.flatten(0, 1)[place], one, rtol=1e-4, atol=1e-5)
+    for hardware in range(15):
+        one = newton_schulz(matrices.flatten(0, 1)[hardware])
+        torch.testing.assert_close(batched.flatten(0, 1)[hardware], one, rtol=1e-4, atol=1e-5)
 
 
 def test_steps_and_zero():

@@ -5,7 +5,7 @@ import torch
 import reference
 import train_gpt
 from conftest import DATED, hyperparameters
-from train_gpt import FAR, momentum_at, rate_at, set_schedules, window_at
+from train_gpt import NO_LIMIT, momentum_at, rate_at, set_schedules, window_at
 
 
 @pytest.mark.parametrize("preset", DATED)
@@ -16,7 +16,7 @@ def test_every_step_of_the_dated_systems(preset):
         assert rate_at(hp, step) == pytest.approx(reference.rate_factor(step, system.steps, system.cooldown))
         assert momentum_at(hp, step) == pytest.approx(reference.momentum(step, system.momentum_steps))
         tokens, blocks = system.windows(step, system.steps)
-        assert window_at(hp, step) == (tokens or FAR, blocks or FAR), step
+        assert window_at(hp, step) == (tokens or NO_LIMIT, blocks or NO_LIMIT), step
 
 
 @pytest.mark.parametrize("preset, tokens", [*zip(DATED, (983.0, 802.2, 775.9, 775.9, 781.2, 728.8))])
@@ -38,7 +38,7 @@ def test_landmarks_of_the_records():
     hp = hyperparameters("2024-11-19")
     assert [rate_at(hp, step) for step in (0, 1312, 1313, 1875)] == [1, 1, 1, 0]
     assert rate_at(hp, 1875 - 281) == pytest.approx(0.5)
-    assert {window_at(hp, step) for step in range(1876)} == {(1024, FAR)}
+    assert {window_at(hp, step) for step in range(1876)} == {(1024, NO_LIMIT)}
     assert momentum_at(hp, 250) == pytest.approx(0.90)
     hp = hyperparameters("2025-01-04")
     assert rate_at(hp, 834) == pytest.approx(1) and rate_at(hp, 835) < 1
@@ -75,7 +75,7 @@ def test_a_window_grows_step_by_step_from_first_to_last(unit):
     hp = hyperparameters("h100", window_unit=unit, window_start=128, window_end=1280, num_steps=1000)
     sizes = [window_at(hp, step) for step in range(1001)]
     assert sizes == sorted(sizes)
-    whole = {"block": (FAR, 10), "token": (1280, FAR), "token_in_block": (1280, 10)}
+    whole = {"block": (NO_LIMIT, 10), "token": (1280, NO_LIMIT), "token_in_block": (1280, 10)}
     assert sizes[-1] == whole[unit]
     assert len(set(sizes)) == (10 if unit == "block" else 19)
 
@@ -83,7 +83,7 @@ def test_a_window_grows_step_by_step_from_first_to_last(unit):
 @pytest.mark.parametrize("preset", DATED)
 def test_schedules_reach_the_optimizers_and_the_window(tiny, preset):
     hp = tiny(preset)
-    optimizers = train_gpt.build_optimizers(hp, train_gpt.GPT(hp), train_gpt.Place())
+    optimizers = train_gpt.build_optimizers(hp, train_gpt.GPT(hp), train_gpt.Hardware())
     window = torch.zeros(2, dtype=torch.int32)
     for step in (0, 9, 11, 3):  # also backwards: nothing builds up
         set_schedules(hp, step, optimizers, window)
@@ -124,18 +124,18 @@ def test_value_layouts_fit_any_depth(layout, layers):
     assert len(tables) == layers
     numbers = {table for table in tables if table is not None}
     assert numbers == set(range(len(numbers)))
-    assert all(tables[layer] is None for layer in hp.attention_free)
+    assert all(tables[layer] is None for layer in hp.layers_without_attention)
 
 
 @pytest.mark.parametrize("layers, layer", [(2, 1), (4, 3), (8, 5), (12, 7), (16, 9)])
 def test_the_second_decoder_layer_is_the_one_without_attention(layers, layer):
-    assert hyperparameters("h100", num_layers=layers).attention_free == (layer,)
+    assert hyperparameters("h100", num_layers=layers).layers_without_attention == (layer,)
 
 
 def test_layouts_as_tuples():
     hp = hyperparameters("h100", num_layers=4, value_layout="(1, None, None, 0)", no_attention="(1,2)")
-    assert hp.value_tables == (1, None, None, 0) and hp.attention_free == (1, 2)
+    assert hp.value_tables == (1, None, None, 0) and hp.layers_without_attention == (1, 2)
     hp = hyperparameters("h100", num_layers=4, value_layout="(0,5,5,9)", no_attention="(0,)")
     assert hp.value_tables == (None, 0, 0, 1), "a table that no layer uses is not made"
     hp = hyperparameters("h100", num_layers=3, value_layout="(None,None,None)", no_attention="()")
-    assert hp.value_tables == (None,) * 3 and hp.attention_free == ()
+    assert hp.value_tables == (None,) * 3 and hp.layers_without_attention == ()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train_gpt
-from runs import ROOT, STEP_LINE, TINY, make_data, trained
+from helpers import ROOT, STEP_LINE, TINY, make_data, trained
 
 DATED = [name for name in train_gpt.PRESETS if name[0] == "2"]
 
@@ -40,8 +40,8 @@ def test_each_historical_system_trains_at_small_scale(data, preset):
     """From its preset alone; the first loss is that of the uniform distribution, and the loss falls."""
     small = [option for option in TINY if not option.startswith(("--preset", "--window", "--segment"))]
     hp = train_gpt.parse_command_line([f"--preset={preset}", *small, *data, "--num_steps=8", "--num_layers=12", "--cooldown=0.4"])
-    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
-    losses = [trainer.step(trainer.train_data.next_batch(), step) for step in range(8)]
+    trainer = make_trainer(hp)
+    losses = [trainer.step(trainer.data.train.next_batch(), step) for step in range(8)]
     assert losses[0] == pytest.approx(math.log(hp.padded_vocab), abs=1e-4) and hp.padded_vocab == 128
     assert losses[-1] < losses[0] - 0.3
 
@@ -55,13 +55,13 @@ def test_presets_combine_so_that_an_old_architecture_trains_at_laptop_scale():
 
 def test_warm_up_leaves_everything_as_it_was(data):
     hp = hyperparameters(data)
-    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
+    trainer = make_trainer(hp)
 
     def state():
         weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         moments = [tensor.clone() for o in trainer.optimizers for p in trainer.model.parameters()
                    for tensor in (o.state[p].values() if p in o.state else ()) if torch.is_tensor(tensor)]
-        return weights, moments, trainer.train_data.index, trainer.val_data.index, torch.random.get_rng_state()
+        return weights, moments, trainer.data.train.index, trainer.data.val.index, torch.random.get_rng_state()
 
     def same(one, other):
         return (all(torch.equal(one[0][name], other[0][name]) for name in one[0]) and len(one[1]) == len(other[1])
@@ -71,17 +71,17 @@ def test_warm_up_leaves_everything_as_it_was(data):
         before = state()
         trainer.warm_up()
         assert same(before, state()) and all(p.grad is None for p in trainer.model.parameters())
-        trainer.step(trainer.train_data.next_batch(), 0)
+        trainer.step(trainer.data.train.next_batch(), 0)
         assert not same(before, state())
 
 
 def test_a_warmed_up_run_computes_what_a_cold_one_does(data):
     losses = []
     for warm in (False, True):
-        trainer = train_gpt.Trainer(hp := hyperparameters(data), train_gpt.find_place(hp))
+        trainer = make_trainer(hp := hyperparameters(data))
         if warm:
             trainer.warm_up()
-        losses.append([trainer.step(trainer.train_data.next_batch(), step) for step in range(4)])
+        losses.append([trainer.step(trainer.data.train.next_batch(), step) for step in range(4)])
     assert losses[0] == losses[1]
 
 
@@ -119,15 +119,15 @@ def test_compiled_ranks_train_the_same_with_their_graph_cut_for_ddp(data):
 def test_no_compiler_is_said_and_is_no_obstacle(data, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "")
-    place = train_gpt.find_place(hyperparameters(data))
-    assert not place.compile and "not compiled: there is no C++ compiler" in train_gpt.environment(place)[1]
+    hardware = train_gpt.find_hardware(hyperparameters(data))
+    assert not hardware.compile and "not compiled: there is no C++ compiler" in train_gpt.environment(hardware)[1]
     with pytest.raises(train_gpt.UserError, match="install one, or give --compile=no"):
-        train_gpt.find_place(hyperparameters(data, "--compile=yes"))
+        train_gpt.find_hardware(hyperparameters(data, "--compile=yes"))
 
 
 def test_a_cpu_compiles_long_runs_only(data):
-    assert not train_gpt.find_place(hyperparameters(data)).compile
-    assert train_gpt.find_place(hyperparameters(data, "--num_steps=100000000")).compile
+    assert not train_gpt.find_hardware(hyperparameters(data)).compile
+    assert train_gpt.find_hardware(hyperparameters(data, "--num_steps=100000000")).compile
 
 
 def test_the_log_has_all_it_takes_to_do_the_run_again(data):
@@ -149,11 +149,11 @@ def test_the_log_has_all_it_takes_to_do_the_run_again(data):
 
 
 def test_bits_per_byte_counts_text_and_not_document_starts(data):
-    trainer = train_gpt.Trainer(hp := hyperparameters(data), train_gpt.find_place(hp))
-    result = train_gpt.evaluate(hp, trainer.forward, trainer.val_data, trainer.window.fill_(2), train_gpt.Place())
-    trainer.val_data.index, targets = 0, []
+    trainer = make_trainer(hp := hyperparameters(data))
+    result = train_gpt.evaluate(hp, trainer.forward, trainer.data.val, trainer.window.fill_(2), train_gpt.Hardware())
+    trainer.data.val.index, targets = 0, []
     for _ in range(4):
-        targets.append(trainer.val_data.next_batch()[0][1])
+        targets.append(trainer.data.val.next_batch()[0][1])
     text = int((torch.cat(targets) != 63).sum())
     assert 0 < text < 1024 and result["val_loss"] == pytest.approx(math.log(64), abs=1e-5)
     assert result["bits_per_byte"] == pytest.approx(result["val_loss"] * 1024 / text / math.log(2))

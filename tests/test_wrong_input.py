@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train_gpt
-from runs import TINY, make_data, run, write_shard
+from helpers import TINY, make_data, run, write_shard
 
 
 def refused(arguments: list[str], capsys, *expected: str) -> None:
@@ -112,14 +112,14 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_names_the_step(tmp_path,
 
 def test_the_first_tensor_that_is_not_finite_is_named(tmp_path):
     hp = train_gpt.parse_command_line([*TINY, *make_data(tmp_path)])
-    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
+    trainer = make_trainer(hp)
     with torch.no_grad():
         trainer.model.blocks[2].up.weight[0, 0] = float("nan")
     with pytest.raises(train_gpt.UserError, match="step 1 is nan: the first parameter that is not finite is that of "
                                                   "blocks.2.up.weight"):
-        trainer.step(trainer.train_data.next_batch(), 0)
-    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
-    batch = trainer.train_data.next_batch()
+        trainer.step(trainer.data.train.next_batch(), 0)
+    trainer = make_trainer(hp)
+    batch = trainer.data.train.next_batch()
     trainer.model.register_forward_hook(lambda *_: torch.tensor(float("inf"), requires_grad=True))
     trainer.model.blocks[0].mix.grad = torch.tensor([0.0, float("nan")])
     for p in trainer.model.parameters():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
 import train_gpt  # noqa: E402
-from runs import make_data, write_shard  # noqa: E402
+from helpers import make_data, write_shard  # noqa: E402
 
 ROUNDS = 7
 
@@ -33,7 +33,7 @@ def model_flops(hp: train_gpt.Hyperparameters, model: train_gpt.GPT) -> float:
     """Multiplications and additions of a training step: matrices, and attention over the keys that a query may see."""
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     keys = train_gpt.BLOCK * (train_gpt.window_at(hp, hp.num_steps)[1] - 0.5)  # half of the own block, all of the others
-    attention = 2 * (hp.num_layers - len(hp.attention_free)) * hp.model_dim * min(keys, hp.segment_tokens / 2)
+    attention = 2 * (hp.num_layers - len(hp.layers_without_attention)) * hp.model_dim * min(keys, hp.segment_tokens / 2)
     return 6 * hp.batch_tokens * (matrices + attention)
 
 
@@ -47,8 +47,8 @@ def bench_step(folder: Path) -> list[tuple]:
         data = make_data(folder, vocab_size=257, tokens=400_000, document_token=256)
         hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", *data, "--val_tokens=8192",
                                            "--num_steps=40", *options])
-        trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
-        batch = trainer.train_data.next_batch()
+        trainer = make_trainer(hp)
+        batch = trainer.data.train.next_batch()
         times = interleaved(step=lambda: trainer.step(batch, 0), product=lambda: square @ square)
         ratio = model_flops(hp, trainer.model) / times["step"] / (2 * 1024**3 / times["product"])
         rows.append((f"training step, {name}: model FLOP/s over fp32 matmul FLOP/s", ratio, ">=",
@@ -58,9 +58,9 @@ def bench_step(folder: Path) -> list[tuple]:
 
 def attention_step(tokens: int, window: int, unit: str = "block", heads: int = 4, head_dim: int = 64):
     q, k, v = (torch.randn(tokens, heads, head_dim, requires_grad=True) for _ in range(3))
-    size = torch.tensor((train_gpt.FAR, window // 128) if unit == "block" else (window, train_gpt.FAR), dtype=torch.int32)
+    size = torch.tensor((train_gpt.NO_LIMIT, window // 128) if unit == "block" else (window, train_gpt.NO_LIMIT), dtype=torch.int32)
     inputs = torch.ones(tokens, dtype=torch.int32)
-    mask = train_gpt.build_mask(inputs, size, 0, 0, "banded", train_gpt.reach_of(*size.tolist()))
+    mask = train_gpt.build_mask(inputs, size, 0, 0, "banded", train_gpt.blocks_back(*size.tolist()))
     grad = torch.randn(tokens, heads, head_dim)
     return lambda: train_gpt.attend(q, k, v, mask).backward(grad)
 
@@ -88,8 +88,8 @@ def bench_muon(folder: Path) -> list[tuple]:
         ours, theirs = ([torch.nn.Parameter(torch.randn(shape)) for shape in shapes] for _ in range(2))
         for p in (*ours, *theirs):
             p.grad = torch.randn_like(p)
-        place = train_gpt.find_place(train_gpt.parse_command_line(["--preset=laptop", "--device=cpu"]))
-        muon = train_gpt.Muon(ours, lr=0.02, dtype=place.muon_dtype)
+        hardware = train_gpt.find_hardware(train_gpt.parse_command_line(["--preset=laptop", "--device=cpu"]))
+        muon = train_gpt.Muon(ours, lr=0.02, dtype=hardware.muon_dtype)
         reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.0)
         times = interleaved(ours=muon.step, theirs=reference.step)
         rows.append((f"Muon step over torch.optim.Muon's, width {width}", times["ours"] / times["theirs"], "<=", 1.0))
@@ -111,9 +111,9 @@ def bench_checkpoint(folder: Path) -> list[tuple]:
     """What a checkpoint and the parameter hash hold training up for, in steps; how often a checkpoint copies."""
     data = make_data(folder, vocab_size=257, tokens=700_000, document_token=256)
     hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", *data, "--val_tokens=8192"])
-    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
-    log = train_gpt.Logger(hp, trainer.place, folder / "run")
-    clock, batch = train_gpt.Clock(trainer.place.device), trainer.train_data.next_batch()
+    trainer = make_trainer(hp)
+    log = train_gpt.Logger(hp, trainer.hardware, folder / "run")
+    clock, batch = train_gpt.Clock(trainer.hardware.device), trainer.data.train.next_batch()
     times = interleaved(step=lambda: trainer.step(batch, 0), hash=trainer.check_ranks_agree,
                         pause=lambda: log.save("checkpoint_0000001.pt", trainer.state(1, clock, log.sizes()), 1))
     log.saved.result()
@@ -126,14 +126,14 @@ def copies_of_a_checkpoint(data: list[str]) -> float:
     """Without a step, which would take minutes here: moments of the right sizes."""
     hp = train_gpt.parse_command_line(["--preset=h100", "--device=cpu", "--compile=no", "--num_steps=1", "--val_tokens=1024",
                                        "--batch_tokens=1024", "--sequence_tokens=1024", *data])
-    trainer, copied = train_gpt.Trainer(hp, train_gpt.find_place(hp)), []
+    trainer, copied = make_trainer(hp), []
     adam, muon = trainer.optimizers
     for optimizer, names in ((adam, ("exp_avg", "exp_avg_sq")), (muon, ("momentum_buffer",))):
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state[p] = {name: torch.zeros_like(p) for name in names}
     to = torch.Tensor.to
     torch.Tensor.to = lambda x, *where, **how: (copied.append(x.nbytes * how.get("copy", False)), to(x, *where, **how))[1]
-    state = trainer.state(0, train_gpt.Clock(trainer.place.device), [0, 0])
+    state = trainer.state(0, train_gpt.Clock(trainer.hardware.device), [0, 0])
     torch.Tensor.to = to
     held = [x.nbytes for part in (state["model"], state["muon"], *state["adam"].values()) for x in part.values()]
     return sum(copied) / sum(held)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import train_gpt
-from runs import Result, make_data
+from helpers import Result, make_data
 from test_checkpoints import SIX, equal, fuzz_checkpoint, fuzz_manifest, fuzz_shard, mutations
 from test_faults import Run
 
@@ -36,7 +36,7 @@ def laptop_run(folder: Path) -> tuple[list[str], list[str]]:
 def kill_some(run: Run, kills: int, num_steps: int) -> int:
     """Over the whole run, one line each; returns how many there were before it ended."""
     def wait(size: int, pattern: str, times: int = 1, seconds: float = 300) -> None:
-        """Until the pattern has come so often after this place of the output, or the time is up."""
+        """Until the pattern has come so often after this hardware of the output, or the time is up."""
         deadline = time.monotonic() + seconds
         while run.process.poll() is None and len(re.findall(pattern, run.output[size:])) < times and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -70,7 +70,7 @@ def fuzz(folder: Path) -> None:
     assert train_gpt.main([*SIX, *(data := make_data(folder)), "--run_id=fuzz"]) == 0
     content = (folder / "logs" / "fuzz" / "checkpoint_0000004.pt").read_bytes()
     hp = train_gpt.parse_command_line([*SIX, *data])
-    trainer = train_gpt.Trainer(hp, train_gpt.find_place(hp))
+    trainer = make_trainer(hp)
     readers = dict(shards=(fuzz_shard, ()), manifests=(fuzz_manifest, ()), checkpoints=(fuzz_checkpoint, (content, trainer)))
     for (kind, (function, more)), part in zip(readers.items(), (0.4, 0.4, 0.2)):
         examples = int(part * MUTATED)

@@ -9,17 +9,17 @@ import torch.nn.functional as F
 
 import check
 import train_gpt
-from runs import ROOT
-from train_gpt import Place
+from helpers import ROOT
+from train_gpt import Hardware
 
-ROUNDED = Place(dtype=torch.bfloat16, muon_dtype=torch.bfloat16)
+ROUNDED = Hardware(dtype=torch.bfloat16, muon_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("place", [ROUNDED, Place(muon_dtype=torch.bfloat16), Place()])
-def test_rounding_passes(place):
-    error, where = check.step_error(place)
+@pytest.mark.parametrize("hardware", [ROUNDED, Hardware(muon_dtype=torch.bfloat16), Hardware()])
+def test_rounding_passes(hardware):
+    error, where = check.step_error(hardware)
     assert error < 0.8, where
-    assert place != Place() or error == 0
+    assert hardware != Hardware() or error == 0
 
 
 def test_the_head_in_float8_is_compared_too(monkeypatch):
@@ -67,13 +67,13 @@ import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "commands")!r}]
 import check, torch, train_gpt
 hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", "--dtype=bfloat16"])
-train_gpt.start_up(place := train_gpt.find_place(hp), hp)
-assert place.world_size == 2 and place.dtype == torch.bfloat16
-print("error", check.step_error(place))
-place.device = torch.device("meta")  # anything but the CPU, which has nothing to compare
-check.step_error = lambda place, fp8_head: (0.5 + place.rank, "head.weight")
+train_gpt.prepare_device(hardware := train_gpt.find_hardware(hp), hp)
+assert hardware.world_size == 2 and hardware.dtype == torch.bfloat16
+print("error", check.step_error(hardware))
+hardware.device = torch.device("meta")  # anything but the CPU, which has nothing to compare
+check.step_error = lambda hardware, fp8_head: (0.5 + hardware.rank, "head.weight")
 try:
-    check.check_step(hp, place)
+    check.check_step(hp, hardware)
 except train_gpt.UserError as error:
     print(error)
 torch.distributed.destroy_process_group()  # gloo's threads, left running, can abort a process that exits
@@ -87,19 +87,19 @@ torch.distributed.destroy_process_group()  # gloo's threads, left running, can a
 
 
 def test_a_gpu_that_is_wrong_is_named(monkeypatch):
-    monkeypatch.setattr(check, "step_error", lambda place, fp8_head: (7.0, "head.weight"))
+    monkeypatch.setattr(check, "step_error", lambda hardware, fp8_head: (7.0, "head.weight"))
     with pytest.raises(train_gpt.UserError, match="GPU 0 computes something else.*head.weight is off by 7 times"):
-        check.check_step(train_gpt.Hyperparameters(), Place(device=torch.device("cuda", 0)))
+        check.check_step(train_gpt.Hyperparameters(), Hardware(device=torch.device("cuda", 0)))
 
 
 def test_the_dated_presets_do_not_tune_their_kernels_for_it(monkeypatch):
     tuned = []
-    monkeypatch.setattr(train_gpt, "start_up", lambda place, hp: tuned.append(hp.tune_kernels))
-    monkeypatch.setattr(check, "run_checks", lambda hp, place: hp.tune_kernels)
+    monkeypatch.setattr(train_gpt, "prepare_device", lambda hardware, hp: tuned.append(hp.tune_kernels))
+    monkeypatch.setattr(check, "run_checks", lambda hp, hardware: hp.tune_kernels)
     assert check.main(["--preset=2025-01-04", "--device=cpu"]) == 0 and tuned == [False]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_this_gpu():
     hp = train_gpt.parse_command_line(["--preset=h100", "--sequence_tokens=1024", "--batch_tokens=1024", "--val_tokens=1024"])
-    print(check.check_step(hp, train_gpt.find_place(hp)))
+    print(check.check_step(hp, train_gpt.find_hardware(hp)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runs import ROOT, TINY, make_data, run, trained
+from helpers import ROOT, TINY, make_data, run, trained
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import train_gpt
 from gpu_common import needs_triton
 from hypothesis import given
 from hypothesis import strategies as st
-from train_gpt import UserError, find_place, flex_tiles, parse_command_line, start_triton
+from train_gpt import UserError, find_hardware, choose_flex_options, parse_command_line, start_triton
 
 GIB = 2**30
 
@@ -59,7 +59,7 @@ def test_ranks_that_do_not_divide_the_batch_are_what_is_said(cards, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "3")
     hp = parse_command_line(["--preset=h100"])
     with pytest.raises(UserError, match="--batch_tokens=524288: .* 3 × 65536; the nearest is --batch_tokens=589824"):
-        train_gpt.micro_steps(hp, find_place(hp))
+        train_gpt.micro_steps(hp, find_hardware(hp))
     assert parse_command_line(["--preset=h100", "--batch_tokens=589824"]).sequence_tokens == 32768
 
 
@@ -95,8 +95,8 @@ def test_shorter_sequences_are_the_same_training(tiny, make_shards, parts):
     """Documents of 128 tokens, so that no sequence cuts one: the losses of a few steps agree."""
     def losses(sequence_tokens: int) -> list[float]:
         hp = tiny(train_files=train, val_files=train, sequence_tokens=sequence_tokens, window_start=512)
-        trainer = train_gpt.Trainer(hp, find_place(hp))
-        return [trainer.step(trainer.train_data.next_batch(), step) for step in range(4)]
+        trainer = train_gpt.Trainer(hp, find_hardware(hp))
+        return [trainer.step(trainer.data.train.next_batch(), step) for step in range(4)]
 
     tokens = torch.randint(8, 200, (12 * 1024 + 1,), generator=torch.Generator().manual_seed(0)).numpy()
     tokens[::128] = 7
@@ -122,10 +122,10 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ])
 def test_what_follows_from_the_generation(cards, card, dtype, attention, compiled):
     cards(80, **card)
-    place = find_place(parse_command_line(["--preset=h100"]))
-    assert (place.device.type, place.dtype, place.muon_dtype) == ("cuda", dtype, dtype)
-    assert (place.attention, place.compile, place.tiles) == (attention, compiled, None)
-    assert compiled or place.why_not_compiled == ": there is no Triton for this GPU"
+    hardware = find_hardware(parse_command_line(["--preset=h100"]))
+    assert (hardware.device.type, hardware.dtype, hardware.muon_dtype) == ("cuda", dtype, dtype)
+    assert (hardware.attention, hardware.compile, hardware.flex_options) == (attention, compiled, None)
+    assert compiled or hardware.why_not_compiled == ": there is no Triton for this GPU"
 
 
 @pytest.mark.parametrize("argument, words", [
@@ -134,7 +134,7 @@ def test_what_follows_from_the_generation(cards, card, dtype, attention, compile
 def test_what_an_old_gpu_cannot_do_is_refused(cards, argument, words):
     cards(80, capability=(6, 1), shared=48 * 1024)
     with pytest.raises(UserError, match=words):
-        find_place(parse_command_line(["--preset=h100", argument]))
+        find_hardware(parse_command_line(["--preset=h100", argument]))
 
 
 @needs_triton
@@ -148,9 +148,9 @@ def test_a_gpu_without_a_c_compiler_is_told_and_trains_without(cards, monkeypatc
     monkeypatch.delenv("CC", raising=False)
     for name in ("PATH", "TRITON_CACHE_DIR", "TRITON_LIBCUDA_PATH"):
         monkeypatch.setenv(name, str(tmp_path))
-    place = find_place(hp := parse_command_line(["--preset=h100"]))
-    assert not place.compile and place.attention == "banded" and hp.sequence_tokens < 65536
-    assert re.match(": Triton cannot start .*C compiler.* and Python.h .*gcc, python3", place.why_not_compiled)
+    hardware = find_hardware(hp := parse_command_line(["--preset=h100"]))
+    assert not hardware.compile and hardware.attention == "banded" and hp.sequence_tokens < 65536
+    assert re.match(": Triton cannot start .*C compiler.* and Python.h .*gcc, python3", hardware.why_not_compiled)
     with pytest.raises(UserError, match="--compile=yes: Triton cannot start .* give --compile=no"):
         parse_command_line(["--preset=h100", "--compile=yes"])
 
@@ -164,7 +164,7 @@ def test_a_gpu_that_does_not_answer_is_refused_in_one_sentence(cards, monkeypatc
         raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nSearch for it")
     monkeypatch.setattr(torch.cuda, "set_device", launch)
     with pytest.raises(UserError, match=r"GPU 0 cannot be used \(AcceleratorError: .*no kernel image .*--device=cpu"):
-        train_gpt.start_up(find_place(hp), hp)
+        train_gpt.prepare_device(find_hardware(hp), hp)
 
 
 def test_without_its_gpus_a_machine_is_a_laptop(cards):
@@ -176,14 +176,14 @@ def test_without_its_gpus_a_machine_is_a_laptop(cards):
 def test_apple_gpus_are_used_only_on_request(cards, monkeypatch):
     cards()
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert find_place(parse_command_line([])).device.type == "cpu"
-    place = find_place(parse_command_line(["--device=mps"]))
-    assert (place.device.type, place.dtype, place.muon_dtype) == ("mps", FP32, FP32)
-    assert (place.attention, place.compile) == ("banded", False)
-    assert train_gpt.widest_dtype(place) == FP32, "it has no float64"
+    assert find_hardware(parse_command_line([])).device.type == "cpu"
+    hardware = find_hardware(parse_command_line(["--device=mps"]))
+    assert (hardware.device.type, hardware.dtype, hardware.muon_dtype) == ("mps", FP32, FP32)
+    assert (hardware.attention, hardware.compile) == ("banded", False)
+    assert train_gpt.widest_dtype(hardware) == FP32, "it has no float64"
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(UserError, match="--device=mps: this machine has none; give --device=cpu"):
-        find_place(parse_command_line(["--device=mps"]))
+        find_hardware(parse_command_line(["--device=mps"]))
 
 
 # ---- tiles of FlexAttention (tests/test_gpu_lowering.py compiles them) -------------------------------------
@@ -191,19 +191,19 @@ def test_apple_gpus_are_used_only_on_request(cards, monkeypatch):
 @pytest.mark.parametrize("heads, side", [(12, None), (6, None), (4, 32), (3, 32)])  # 64, 128, 192, 256 each
 def test_wide_heads_take_small_tiles_on_a_small_gpu(cards, heads, side):
     cards(24, capability=(8, 9), shared=99 * 1024)
-    tiles = find_place(parse_command_line(["--preset=h100", f"--num_heads={heads}"])).tiles
+    tiles = find_hardware(parse_command_line(["--preset=h100", f"--num_heads={heads}"])).flex_options
     assert (tiles or {}).get("fwd_BLOCK_M") == side
 
 
 @pytest.mark.parametrize("kibibytes", [227, 163, 99])
 @pytest.mark.parametrize("head_bytes", [128, 256])
 def test_inductors_own_tiles_are_kept_where_they_fit(kibibytes, head_bytes):
-    assert flex_tiles(kibibytes * 1024, head_bytes) is None
+    assert choose_flex_options(kibibytes * 1024, head_bytes) is None
 
 
 @given(st.integers(48, 256), st.sampled_from([64, 128, 256, 512]))
 def test_other_tiles_fit_by_their_own_arithmetic(kibibytes, head_bytes):
-    tiles = flex_tiles(kibibytes * 1024, head_bytes)
+    tiles = choose_flex_options(kibibytes * 1024, head_bytes)
     if tiles:
         sides = {value for name, value in tiles.items() if "BLOCK" in name}
         assert len(sides) == 1 and (side := sides.pop()) in (16, 32, 64) and train_gpt.BLOCK % side == 0

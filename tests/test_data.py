@@ -133,7 +133,7 @@ def test_every_epoch_is_all_of_the_shards_in_an_order_of_its_own(make_shards):
     def epochs_of(**settings) -> list[list[int]]:
         loader = Loader(pattern, 2 * SEQUENCE, SEQUENCE, world_size=2, **settings)
         firsts = [loader.next_batch()[0][0][0].item() for _ in range(len(loader))]
-        return [firsts[place:place + 8] for place in range(0, len(firsts), 8)]
+        return [firsts[hardware:hardware + 8] for hardware in range(0, len(firsts), 8)]
 
     assert epochs_of(epochs=1, seed=5) == epochs_of() == [starts]
     walked = epochs_of(epochs=3, seed=5)
@@ -246,7 +246,7 @@ def test_resident_memory_stays_flat_on_a_large_shard(tmp_path):
     contiguous, segments = map(json.loads, done.stdout.splitlines())
     for report in (contiguous, segments):
         assert 2 * report["total"] > 300 * 2**20
-        settled = report["sizes"][20:]  # by then the copies of a batch have found their place
+        settled = report["sizes"][20:]  # by then the copies of a batch have found their hardware
         assert max(settled) < min(settled) + 100
         half = len(settled) // 2
         assert sorted(settled[half:])[half // 2] < sorted(settled[:half])[half // 2] + 30, "it creeps up"

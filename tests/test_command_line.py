@@ -75,7 +75,7 @@ def test_a_dated_preset_at_laptop_scale_keeps_its_architecture():
     hp = parse_command_line(["--preset=2024-12-10", "--preset=laptop"])
     assert (hp.value_layout, hp.softcap, hp.rotary_base) == ("mirrored", 30.0, 10_000.0)
     assert (hp.vocab_size, hp.device, hp.num_layers) == (257, "auto", PRESETS["laptop"]["num_layers"])
-    assert len(hp.value_tables) == hp.num_layers and hp.attention_free == ()
+    assert len(hp.value_tables) == hp.num_layers and hp.layers_without_attention == ()
 
 
 @pytest.mark.parametrize("order", [1, -1])

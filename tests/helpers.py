@@ -1,0 +1,189 @@
+"""What the tests share: small shards, tiny hyperparameters, and the trainer started as users start it."""
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import train_gpt  # noqa: E402
+
+SCRIPT = ROOT / "train_gpt.py"
+STEP_LINE = re.compile(r"^step:(\d+)/(\d+) (train_loss|val_loss):(\S+) train_time:(\d+)ms "
+                       r"step_avg:(nan|[\d.]+)ms$")
+DATED = [name for name in train_gpt.PRESETS if name[0] == "2"]
+
+# Small in every way that costs time; what makes a system that system is left to its preset.
+TINY_FIELDS = dict(vocab_size=200, document_token=7, num_steps=12, batch_tokens=1024,
+                   sequence_tokens=512, segment_tokens=0, val_tokens=1024, val_every=0,
+                   model_dim=32, num_heads=2, num_layers=12, cooldown=5, device="cpu",
+                   dtype="float32", muon_dtype="float32", compile="no", save_model=False,
+                   sample_tokens=4, log_every=1)
+# A run of a second: two mask blocks, several documents and a growing window.
+TINY = ["--device=cpu", "--preset=laptop", "--num_steps=4", "--batch_tokens=1024",
+        "--sequence_tokens=256", "--segment_tokens=128", "--val_tokens=1024", "--num_layers=4",
+        "--num_heads=2", "--model_dim=32", "--vocab_size=64", "--document_token=63",
+        "--window_start=128", "--window_end=256", "--log_every=1", "--sample_tokens=3"]
+
+
+# ---- data ----
+
+def write_shard(path: Path, tokens, magic: int = 20240520, version: int = 1,
+                claimed: int | None = None) -> Path:
+    tokens = np.asarray(tokens)
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if claimed is None else claimed
+    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+    return path
+
+
+def make_data(folder: Path, vocab_size: int = 64, tokens: int = 20_000,
+              document_token: int = 63) -> list[str]:
+    """Two training shards and one of validation that can be learned; the options that name them."""
+    generator = np.random.default_rng(0)
+    for name in ("train_000000", "train_000001", "val_000000"):
+        text = np.cumsum(generator.integers(1, 4, tokens)) % (vocab_size - 1)
+        text[generator.integers(0, tokens, tokens // 100)] = document_token
+        write_shard(folder / f"{name}.bin", text)
+    return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin",
+            f"--log_dir={folder}/logs"]
+
+
+def made_up_text(length: int, vocab_size: int = 200, document_token: int = 7, seed: int = 0,
+                 documents: float = 1 / 200) -> np.ndarray:
+    """Tokens with something to learn: most follow from the one before, some start a document."""
+    generator = np.random.default_rng(seed)
+    successor = generator.permutation(vocab_size)
+    tokens = np.empty(length, dtype=np.uint16)
+    tokens[0] = document_token
+    fresh = generator.zipf(1.5, length) % vocab_size
+    keep = generator.random(length) < 0.6
+    for place in range(1, length):
+        tokens[place] = successor[tokens[place - 1]] if keep[place] else fresh[place]
+    tokens[tokens == document_token] = successor[document_token]
+    tokens[generator.random(length) < documents] = document_token
+    return tokens
+
+
+# ---- in this process ----
+
+def hyperparameters(*presets: str, **values) -> train_gpt.Hyperparameters:
+    """Through the command line, as a user would: presets, then values on top."""
+    arguments = [f"--preset={preset}" for preset in presets]
+    arguments += [f"--{name}={value}" for name, value in values.items()]
+    return train_gpt.parse_command_line(arguments)
+
+
+def make_trainer(hp: train_gpt.Hyperparameters,
+                 hardware: train_gpt.Hardware | None = None) -> train_gpt.Trainer:
+    hardware = hardware or train_gpt.find_hardware(hp)
+    train_gpt.fit_sequence(hp, hardware)
+    return train_gpt.Trainer(hp, hardware, train_gpt.open_data(hp, hardware))
+
+
+def train_steps(trainer: train_gpt.Trainer, steps: int) -> list[float]:
+    """The losses of the first steps of a run."""
+    return [trainer.step(trainer.data.train.next_batch(), step) for step in range(steps)]
+
+
+# ---- as processes ----
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def run(arguments: list[str], ranks: int = 1, timeout: int = 900, cwd: Path = ROOT,
+        **variables) -> subprocess.CompletedProcess:
+    """The trainer in one process, or under torchrun itself with several."""
+    launcher = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    environment = {key: value for key, value in os.environ.items()
+                   if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run([sys.executable, *launcher, str(SCRIPT), *arguments], text=True, cwd=cwd,
+                          capture_output=True, timeout=timeout,
+                          env=environment | {"OMP_NUM_THREADS": "1"} | variables)
+
+
+def trained(arguments: list[str], run_id: str, ranks: int = 1, **options) -> "Result":
+    """A run that must succeed, and what its log says."""
+    log_dir = next(a for a in arguments if a.startswith("--log_dir=")).partition("=")[2]
+    process = run([*arguments, f"--run_id={run_id}"], ranks, **options)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return Result(Path(log_dir) / run_id, process.stdout)
+
+
+class Result:
+    """What a run left in its folder."""
+
+    def __init__(self, folder: Path, output: str = ""):
+        self.folder = folder
+        self.output = output
+        self.log = (folder / "log.txt").read_text()
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        self.metrics = [json.loads(line) for line in lines]
+        self.train_losses = [m["train_loss"] for m in self.metrics if "train_loss" in m]
+        self.val_losses = [m["val_loss"] for m in self.metrics if "val_loss" in m and "step" in m]
+
+
+class BackgroundRun:
+    """A run in the background, its output in a file that can be read meanwhile."""
+    started = []
+
+    def __init__(self, data: list[str], name: str, *options: str, base: list[str],
+                 command: list[str] | None = None, ranks: int = 2, restarts: int = 0,
+                 script: Path = SCRIPT, **variables):
+        logs = Path(data[-1].partition("=")[2])
+        self.folder = logs / name
+        self.path = logs.parent / f"{name}_{random.random()}.out"
+        launcher = []
+        if ranks > 1:
+            launcher = ["-m", "torch.distributed.run", "--standalone",
+                        f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
+        command = command or [sys.executable, *launcher, str(script)]
+        self.process = subprocess.Popen(
+            [*command, *base, *data, f"--run_id={name}", *options], start_new_session=True,
+            stdout=open(self.path, "w"), stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR"} | variables)
+        self.started.append(self)
+
+    @property
+    def output(self) -> str:
+        return self.path.read_text()
+
+    def until(self, text: str, timeout: float = 600) -> None:
+        deadline = time.monotonic() + timeout
+        while not re.search(text, self.output):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.output
+            time.sleep(0.02)
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank, among the launcher's children."""
+        found = {}
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        for child in children.read_text().split():
+            try:
+                entries = Path(f"/proc/{child}/environ").read_text().split("\0")
+            except OSError:  # it may have ended since
+                continue
+            found |= {int(entry[5:]): int(child) for entry in entries if entry.startswith("RANK=")}
+        return found
+
+    def wait(self, timeout: float = 600) -> int:
+        return self.process.wait(timeout)
+
+    def kill_all(self) -> None:
+        """A machine that fails: the launcher and its ranks at once."""
+        for pid in [self.process.pid, *self.ranks().values()]:
+            os.kill(pid, signal.SIGKILL)
