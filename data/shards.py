@@ -363,8 +363,8 @@ def shorten(path: Path, num_tokens: int) -> None:
 # The manifest ---------------------------------------------------------------------------------------------
 
 def write_manifest(folder: Path, manifest: dict, complete: bool) -> dict:
-    manifest = {"format": MANIFEST_FORMAT, "complete": complete} | manifest | {"shards": manifest["shards"]}
-    # A line for each shard, so that a manifest reads and compares well.
+    manifest = {"format": MANIFEST_FORMAT, "complete": complete} | manifest | {"complete": complete}
+    # A line for each shard, so that a manifest is easy to read and to compare.
     lines = [json.dumps(entry) for entry in manifest["shards"]]
     rest = json.dumps({key: value for key, value in manifest.items() if key != "shards"})
     body = ",\n  ".join(lines)
