@@ -44,5 +44,5 @@ def reason(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     said = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     if any("No module named pip" in line for line in lines):
-        return "this Python has no pip; `python -m ensurepip` brings it"
+        return "this Python has no pip; install it with python -m ensurepip"
     return (said or lines or ["pip did not download it"])[0].rstrip(".")
