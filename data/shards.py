@@ -474,14 +474,6 @@ def summary(folder: Path, manifest: dict) -> str:
     return "\n".join([f"{relative(folder)}: {manifest['source']}", *lines])
 
 
-def check_manifest(folder, names, vocab_size, document_token):
-    """Temporary: the data branch has the real one."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    entries = {entry["file"]: entry for entry in manifest["shards"] if entry["file"] in names}
-    return dict(text_bytes=sum(e["text_bytes"] or 0 for e in entries.values()), tokens=sum(names.values()),
-                sha256={name: entry["sha256"] for name, entry in entries.items()})
-
-
 def check_manifests(held: dict[str, int], vocab_size: int, document_token: int) -> tuple[dict, float | None]:
     """(sha256 of each shard, bytes of text per token), each where a manifest says so.
 
