@@ -8,7 +8,7 @@
 
 Contents, in the order in which a token travels from a shard to an updated weight:
     1  hyperparameters        the numbers to edit; presets
-    2  hardware               device, number types, compiler, memory
+    2  hardware               device, number types, compiler
     3  data                   memory-mapped token shards, batches
     4  masks and attention    causal ∧ same document ∧ within the window; FlexAttention, banded
     5  model                  the U-Net GPT with value embeddings
@@ -19,7 +19,8 @@ Contents, in the order in which a token travels from a shard to an updated weigh
     9  checkpoints            write, find and restore them
    10  evaluation             validation loss, samples of text, HellaSwag
    11  ranks and faults       the process group, signals, ranks that fail
-   12  command line and main
+   12  before a run           the memory that it needs, the tokens that there are
+   13  command line and main
 """
 import argparse
 import bisect
@@ -424,76 +425,6 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
                             "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false")
 
 
-# ---- memory: which sequence_tokens fits ----
-
-def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float]:
-    """(bytes, bytes per token of a sequence) at the peak of a step.
-
-    Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them.
-    """
-    itemsize = hardware.dtype.itemsize
-    rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
-    num_tables = len({table for table in hp.value_tables if table is not None})
-    attention_layers = hp.num_layers - len(hp.layers_without_attention)
-    embeddings = (1 + num_tables) * rows * hp.model_dim * (itemsize if hp.bf16_embeddings else 4)
-    head = 4 * hp.padded_vocab * hp.model_dim
-    matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
-    fixed = 5 * (embeddings + head)             # weights, gradients twice, two moments
-    fixed += 3 * matrices                       # weights, gradients twice
-    fixed += matrices / hardware.world_size     # momentum, shared among the ranks
-    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim          # activations kept for the backward
-    if hardware.attention == "banded" and hardware.device.type != "cpu":
-        band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
-        per_layer += 3 * hp.num_heads * band                    # attention weights, three copies
-    logits = hp.padded_vocab * (itemsize if hardware.compile else 16)  # fused; 4 copies in fp32
-    return fixed, hp.num_layers * per_layer * itemsize + logits
-
-
-def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
-    """Powers of two from the mask's block to 65,536 that divide the batch and the validation."""
-    lengths = [BLOCK * 2**power for power in range(10)]
-    return [length for length in lengths
-            if hp.batch_tokens % (world_size * length) == 0 and hp.val_tokens % length == 0
-            and length % (hp.segment_tokens or 1) == 0]
-
-
-def usable_bytes(total_bytes: int) -> float:
-    """Of a GPU's memory: less fragments, CUDA itself and workspaces."""
-    return 0.9 * total_bytes - 2**30
-
-
-def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
-    """Replace sequence_tokens=0 by the longest that fits the smallest GPU. Returns a warning.
-
-    Shorter sequences mean more micro-steps of the same batch: the same training, except that
-    attention does not reach across sequences.
-    """
-    fixed, per_token = memory_needed(hp, hardware)
-    if hardware.device.type == "cuda":
-        cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        room = usable_bytes(min(card.total_memory for card in cards))
-    else:
-        room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if hp.sequence_tokens == 0:
-        lengths = possible_sequences(hp, hardware.world_size)
-        fitting = [length for length in lengths if fixed + length * per_token <= room]
-        hp.sequence_tokens = max(fitting, default=min(lengths, default=2**16))
-    needed = fixed + hp.sequence_tokens * per_token
-    if needed <= room:
-        return ""
-    return (f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
-            f"{room / 2**30:.1f}; {less_memory(hp, hardware.world_size)}")
-
-
-def less_memory(hp: Hyperparameters, world_size: int) -> str:
-    """The remedy where memory is short."""
-    lengths = possible_sequences(hp, world_size)
-    shorter = max((length for length in lengths if length < hp.sequence_tokens), default=0)
-    if not shorter:
-        return "train a smaller model"
-    return f"give --sequence_tokens={shorter}: more micro-steps of the same batch"
-
-
 # --------------------------------------------------------------------------------------------------
 # 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice
 # --------------------------------------------------------------------------------------------------
@@ -635,21 +566,6 @@ class Data(NamedTuple):
     hashes: dict                    # path of each shard: its sha256 by the manifest, or None
 
 
-def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
-    """Open all shards; refuse what would fail in the middle of the run."""
-    micro_steps(hp, hardware)
-    train = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
-                   hardware.rank, hardware.world_size, hardware.device, hp.vocab_size, hp.epochs,
-                   hp.seed)
-    val = Loader(hp.val_files, hp.sequence_tokens, hp.sequence_tokens, device=hardware.device,
-                 vocab_size=hp.vocab_size)
-    check_budget(hp, train, hp.num_steps, "num_steps", 1)
-    check_budget(hp, val, hp.val_tokens // hp.sequence_tokens, "val_tokens", hp.sequence_tokens)
-    train_hashes, _ = check_manifests(hp, train)
-    val_hashes, bytes_per_token = check_manifests(hp, val)
-    return Data(train, val, bytes_per_token, train_hashes | val_hashes)
-
-
 def micro_steps(hp: Hyperparameters, hardware: Hardware) -> int:
     """Forward passes of a rank per step: fewer ranks take more, and the batch stays the same."""
     unit = hardware.world_size * hp.sequence_tokens
@@ -662,64 +578,6 @@ def micro_steps(hp: Hyperparameters, hardware: Hardware) -> int:
 
 def nearest_multiple(number: int, unit: int) -> int:
     return max(round(number / unit), 1) * unit
-
-
-def check_budget(hp: Hyperparameters, loader: Loader, needed: int, name: str, unit: int) -> None:
-    """Refuse a run that would use up its shards. `unit`: what --name counts per batch."""
-    if len(loader) >= needed:
-        return
-    remedies = []
-    if missing_data(hp):
-        source, *shards = missing_data(hp).split()
-        remedies.append(" ".join([f"fetch the rest with: python data/{source}.py", *shards]))
-    batches_per_epoch = len(loader) // loader.epochs
-    if name == "num_steps" and batches_per_epoch:
-        remedies.append(f"repeat them with --epochs={-(-needed // batches_per_epoch)}")
-    if len(loader):
-        remedies.append(f"lower it to --{name}={len(loader) * unit}")
-    else:
-        remedies.append("lower --batch_tokens or --sequence_tokens")
-    raise UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
-                    f"{loader.batch_tokens} tokens and --{name}={needed * unit} needs {needed}; "
-                    f"{', or '.join(remedies)}")
-
-
-def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | None]:
-    """(sha256 of each shard, bytes of text per token), where data/ left a manifest."""
-    held = {shard.path: shard.num_tokens for shard in loader.shards}
-    described = any((Path(path).parent / "manifest.json").exists() for path in held)
-    if not described or not (FOLDER / "data").is_dir():
-        return dict.fromkeys(held), None
-    with data_module("shards") as shards:
-        return shards.check_manifests(held, hp.vocab_size, hp.document_token)
-
-
-def missing_data(hp: Hyperparameters) -> str:
-    """What run.sh fetches: "enwik8", "fineweb N" for N training shards, or "" for nothing."""
-    if not (FOLDER / "data").is_dir():
-        return ""
-    with data_module("shards") as shards:
-        return shards.what_to_fetch(hp.train_files, hp.val_files, hp.num_steps, hp.batch_tokens,
-                                    hp.epochs)
-
-
-@contextlib.contextmanager
-def data_module(name: str):
-    """A module of data/ for use in a with block; what it refuses becomes a UserError of ours."""
-    folder = str(FOLDER / "data")
-    sys.path.insert(0, folder)
-    try:
-        shards = importlib.import_module("shards")
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"data/{name}.py cannot be imported ({error}); it belongs beside "
-                        "train_gpt.py, and data/requirements.txt lists its packages") from None
-    finally:
-        sys.path.remove(folder)
-    try:
-        yield module
-    except shards.UserError as error:
-        raise UserError(str(error)) from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1162,20 +1020,17 @@ class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized by Newton–Schulz (https://kellerjordan.github.io/posts/muon).
 
     Works on any number of ranks, or without a process group. Parameters are grouped by size, the
-    largest first. Of each chunk of world_size × per_rank parameters in a group, a rank takes
-    per_rank, by default as many as make the group one chunk. An asynchronous all-gather shares the
-    updates, and the previous chunk is applied meanwhile, also across groups: only the last gather,
-    of the smallest, is not hidden. A rank keeps the momentum of its own parameters only.
+    largest first, and each rank orthogonalizes its share of a group. An asynchronous all-gather
+    exchanges the updates while the next group is computed: only the last gather, of the smallest
+    matrices, is not hidden. A rank keeps the momentum of its own parameters only.
     """
 
     def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0,
-                 steps=5, rank=0, world_size=1, per_rank=None, dtype=torch.float32,
-                 compiled=False):
+                 steps=5, rank=0, world_size=1, dtype=torch.float32, compiled=False):
         params = list(params)
         assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
         self.rank = rank
         self.world_size = world_size
-        self.per_rank = per_rank
         self.dtype = dtype
         self.compiled = compiled
         self.orthogonal_updates = orthogonal_updates
@@ -1193,31 +1048,28 @@ class Muon(torch.optim.Optimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     def share(self, group: dict) -> int:
-        """How many parameters of a chunk are one rank's."""
-        return self.per_rank or -(-len(group["params"]) // self.world_size)
+        """How many parameters of a group are one rank's; the last ranks may have fewer."""
+        return -(-len(group["params"]) // self.world_size)
 
-    def chunks(self, group: dict):
-        """(the parameters of each chunk, those of them that are this rank's)"""
+    def own(self, group: dict) -> list[Tensor]:
         share = self.share(group)
-        for start in range(0, len(group["params"]), self.world_size * share):
-            chunk = group["params"][start:start + self.world_size * share]
-            yield chunk, chunk[self.rank * share:(self.rank + 1) * share]
+        return group["params"][self.rank * share:(self.rank + 1) * share]
 
     def own_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for _, own in self.chunks(group) for p in own]
+        return [p for group in self.param_groups for p in self.own(group)]
 
     @torch.no_grad()
     def step(self) -> None:
         previous = None
         for group in self.param_groups:
-            for chunk, own in self.chunks(group):
-                updates = self.updates(own, group)
-                if previous:
-                    self.apply(*previous)
-                previous = group, chunk, *self.gather(updates, group)
+            updates = self.updates(group)
+            if previous:
+                self.apply(*previous)
+            previous = group, *self.gather(updates, group)
         self.apply(*previous)
 
-    def updates(self, own: list[Tensor], group: dict) -> Tensor | None:
+    def updates(self, group: dict) -> Tensor | None:
+        own = self.own(group)
         if not own:
             return None
         grads = [p.grad for p in own]
@@ -1234,16 +1086,16 @@ class Muon(torch.optim.Optimizer):
         p = group["params"][0]
         share = self.share(group)
         own = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
-        if updates is not None:  # the last chunk may have fewer parameters than ranks
+        if updates is not None:
             own[:len(updates)] = updates
         everyone = own.new_empty(self.world_size * share, *own.shape[1:])
         return everyone, dist.all_gather_single(everyone, own, async_op=True)
 
-    def apply(self, group: dict, chunk: list[Tensor], updates: Tensor, handle) -> None:
+    def apply(self, group: dict, updates: Tensor, handle) -> None:
         if handle:
             handle.wait()
-        rate = self.as_tensor(group["lr"], chunk[0])
-        self.apply_updates(chunk, updates, rate, group["weight_decay"])
+        rate = self.as_tensor(group["lr"], group["params"][0])
+        self.apply_updates(group["params"], updates, rate, group["weight_decay"])
 
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
         """A changed tensor recompiles nothing; compiled kernels take it from the host."""
@@ -1256,7 +1108,7 @@ class Muon(torch.optim.Optimizer):
         index = itertools.count()
         for group in self.param_groups:
             for number, p in enumerate(group["params"]):
-                owner = number // self.share(group) % self.world_size
+                owner = number // self.share(group)
                 buffer = self.state.get(p, {}).get("momentum_buffer", torch.empty_like(p))
                 if self.world_size > 1:
                     dist.broadcast(buffer, owner)
@@ -2163,12 +2015,158 @@ def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHand
     if saver.failed:
         raise UserError(f"{stopped}, and the checkpoint could not be written: what was learned "
                         "since the last one is lost")
-    log.write(f"{stopped}; resume with --resume={log.folder}")
+    resume = f"; resume with --resume={log.folder}" if checkpoints(log.folder) else ""
+    log.write(f"{stopped}{resume}")
     return 128 + number
 
 
 # --------------------------------------------------------------------------------------------------
-# 12  Command line and main
+# 12  Before a run: memory, token budget, manifests
+# --------------------------------------------------------------------------------------------------
+
+def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float]:
+    """(bytes, bytes per token of a sequence) at the peak of a step.
+
+    Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them.
+    """
+    itemsize = hardware.dtype.itemsize
+    rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
+    num_tables = len({table for table in hp.value_tables if table is not None})
+    attention_layers = hp.num_layers - len(hp.layers_without_attention)
+    embeddings = (1 + num_tables) * rows * hp.model_dim * (itemsize if hp.bf16_embeddings else 4)
+    head = 4 * hp.padded_vocab * hp.model_dim
+    matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
+    fixed = 5 * (embeddings + head)             # weights, gradients twice, two moments
+    fixed += 3 * matrices                       # weights, gradients twice
+    fixed += matrices / hardware.world_size     # momentum, shared among the ranks
+    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim          # activations kept for the backward
+    if hardware.attention == "banded" and hardware.device.type != "cpu":
+        band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
+        per_layer += 3 * hp.num_heads * band                    # attention weights, three copies
+    logits = hp.padded_vocab * (itemsize if hardware.compile else 16)  # fused; 4 copies in fp32
+    return fixed, hp.num_layers * per_layer * itemsize + logits
+
+
+def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
+    """Powers of two from the mask's block to 65,536 that divide the batch and the validation."""
+    lengths = [BLOCK * 2**power for power in range(10)]
+    return [length for length in lengths
+            if hp.batch_tokens % (world_size * length) == 0 and hp.val_tokens % length == 0
+            and length % (hp.segment_tokens or 1) == 0]
+
+
+def usable_bytes(total_bytes: int) -> float:
+    """Of a GPU's memory: less fragments, CUDA itself and workspaces."""
+    return 0.9 * total_bytes - 2**30
+
+
+def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
+    """Replace sequence_tokens=0 by the longest that fits the smallest GPU. Returns a warning.
+
+    Shorter sequences mean more micro-steps of the same batch: the same training, except that
+    attention does not reach across sequences.
+    """
+    fixed, per_token = memory_needed(hp, hardware)
+    if hardware.device.type == "cuda":
+        cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        room = usable_bytes(min(card.total_memory for card in cards))
+    else:
+        room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if hp.sequence_tokens == 0:
+        lengths = possible_sequences(hp, hardware.world_size)
+        fitting = [length for length in lengths if fixed + length * per_token <= room]
+        hp.sequence_tokens = max(fitting, default=min(lengths, default=2**16))
+    needed = fixed + hp.sequence_tokens * per_token
+    if needed <= room:
+        return ""
+    return (f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
+            f"{room / 2**30:.1f}; {less_memory(hp, hardware.world_size)}")
+
+
+def less_memory(hp: Hyperparameters, world_size: int) -> str:
+    """The remedy where memory is short."""
+    lengths = possible_sequences(hp, world_size)
+    shorter = max((length for length in lengths if length < hp.sequence_tokens), default=0)
+    if not shorter:
+        return "train a smaller model"
+    return f"give --sequence_tokens={shorter}: more micro-steps of the same batch"
+
+
+def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
+    """Open all shards; refuse what would fail in the middle of the run."""
+    micro_steps(hp, hardware)
+    train = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
+                   hardware.rank, hardware.world_size, hardware.device, hp.vocab_size, hp.epochs,
+                   hp.seed)
+    val = Loader(hp.val_files, hp.sequence_tokens, hp.sequence_tokens, device=hardware.device,
+                 vocab_size=hp.vocab_size)
+    check_budget(hp, train, hp.num_steps, "num_steps", 1)
+    check_budget(hp, val, hp.val_tokens // hp.sequence_tokens, "val_tokens", hp.sequence_tokens)
+    train_hashes, _ = check_manifests(hp, train)
+    val_hashes, bytes_per_token = check_manifests(hp, val)
+    return Data(train, val, bytes_per_token, train_hashes | val_hashes)
+
+
+def check_budget(hp: Hyperparameters, loader: Loader, needed: int, name: str, unit: int) -> None:
+    """Refuse a run that would use up its shards. `unit`: what --name counts per batch."""
+    if len(loader) >= needed:
+        return
+    remedies = []
+    if missing_data(hp):
+        source, *shards = missing_data(hp).split()
+        remedies.append(" ".join([f"fetch the rest with: python data/{source}.py", *shards]))
+    batches_per_epoch = len(loader) // loader.epochs
+    if name == "num_steps" and batches_per_epoch:
+        remedies.append(f"repeat them with --epochs={-(-needed // batches_per_epoch)}")
+    if len(loader):
+        remedies.append(f"lower it to --{name}={len(loader) * unit}")
+    else:
+        remedies.append("lower --batch_tokens or --sequence_tokens")
+    raise UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
+                    f"{loader.batch_tokens} tokens and --{name}={needed * unit} needs {needed}; "
+                    f"{', or '.join(remedies)}")
+
+
+def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | None]:
+    """(sha256 of each shard, bytes of text per token), where data/ left a manifest."""
+    held = {shard.path: shard.num_tokens for shard in loader.shards}
+    described = any((Path(path).parent / "manifest.json").exists() for path in held)
+    if not described or not (FOLDER / "data").is_dir():
+        return dict.fromkeys(held), None
+    with data_module("shards") as shards:
+        return shards.check_manifests(held, hp.vocab_size, hp.document_token)
+
+
+def missing_data(hp: Hyperparameters) -> str:
+    """What run.sh fetches: "enwik8", "fineweb N" for N training shards, or "" for nothing."""
+    if not (FOLDER / "data").is_dir():
+        return ""
+    with data_module("shards") as shards:
+        return shards.what_to_fetch(hp.train_files, hp.val_files, hp.num_steps, hp.batch_tokens,
+                                    hp.epochs)
+
+
+@contextlib.contextmanager
+def data_module(name: str):
+    """A module of data/ for use in a with block; what it refuses becomes a UserError of ours."""
+    folder = str(FOLDER / "data")
+    sys.path.insert(0, folder)
+    try:
+        shards = importlib.import_module("shards")
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"data/{name}.py cannot be imported ({error}); it belongs beside "
+                        "train_gpt.py, and data/requirements.txt lists its packages") from None
+    finally:
+        sys.path.remove(folder)
+    try:
+        yield module
+    except shards.UserError as error:
+        raise UserError(str(error)) from None
+
+
+# --------------------------------------------------------------------------------------------------
+# 13  Command line and main
 # --------------------------------------------------------------------------------------------------
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
