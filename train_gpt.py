@@ -83,7 +83,16 @@ class UserError(Exception):
 
 
 class SharedError(UserError):
-    """A UserError that every rank raises alike: rank 0 prints it."""
+    """A UserError that every rank raises alike: one of them prints it."""
+
+
+@contextlib.contextmanager
+def shared_errors():
+    """For code that does the same on every rank."""
+    try:
+        yield
+    except UserError as error:
+        raise SharedError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -1335,12 +1344,11 @@ class Clock:
         return ms
 
 
-def train(hp: Hyperparameters, hardware: Hardware, run) -> int:
+def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
     """The whole run, in the folder and from the checkpoint of `run` (section 9).
 
     Returns the exit code: 0, or 128 + the signal that stopped it.
     """
-    data = open_data(hp, hardware)
     prepare_device(hp, hardware)
     join_group(hardware)
     trainer = Trainer(hp, hardware, data)
@@ -1426,7 +1434,9 @@ class Logger:
                 self.sinks[name] = file
         self.sinks["standard output"] = sys.stdout
         if sys.stdout.isatty():
-            self.bar = tqdm(total=hp.num_steps, unit="step", dynamic_ncols=True, file=sys.stdout)
+            done = run.checkpoint["step"] if run.checkpoint else 0
+            self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
+                            file=sys.stdout)
         if not self.sizes()["log.txt"]:
             self.write_header(hp, hardware, data)
         self.write(*describe(hardware), *describe_preset(hp), *run.notes)
@@ -1670,7 +1680,7 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
     if step > trainer.hp.num_steps:
         raise SharedError(f"--num_steps={trainer.hp.num_steps}: the checkpoint is of step {step}; "
                           f"give at least --num_steps={step}")
-    with explained("the checkpoint does not fit this training", "give the one of this run"):
+    with shared_errors(), explained("the checkpoint does not fit", "give one of this training"):
         trainer.load_state_dict(copy_to_host(checkpoint))
         adam, muon = trainer.optimizers
         wanted = {p: adam.state[p] for group in adam.param_groups for p in group["params"]}
@@ -1696,10 +1706,13 @@ def find_run(hp: Hyperparameters) -> Run:
     job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
     folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
 
+    path = Path(hp.resume)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted the ranks
         begun = folder if hp.run_id else max(logs.glob(f"*_{job}"), default=None)
-        if begun:
+        if begun and (checkpoints(begun) or hp.resume in ("", "auto")):
             return resume_newest(begun)
+        if path.is_file() and not begun:
+            return resume_newest(path.parent)
 
     if hp.resume == "":
         if (folder / "log.txt").exists() or checkpoints(folder):
@@ -1714,7 +1727,6 @@ def find_run(hp: Hyperparameters) -> Run:
             folder = latest.parent if latest else folder
         return resume_newest(folder)
 
-    path = Path(hp.resume)
     if path.is_dir():
         run = resume_newest(path)
         if run.checkpoint is None:
@@ -1723,8 +1735,9 @@ def find_run(hp: Hyperparameters) -> Run:
     checkpoint = read_checkpoint(path)
     note = f"resuming from {path}, step {checkpoint['step']}"
     if any(step_of(other) > checkpoint["step"] for other in checkpoints(path.parent)):
-        # an earlier checkpoint: a new folder, so that the history of the old run stays
+        # An earlier checkpoint: a new folder, which a restart finds; the old run stays as it is.
         folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
+        folder.mkdir(exist_ok=True)
         return Run(folder, checkpoint, notes=(note,))
     return Run(path.parent, checkpoint, checkpoint["log_sizes"], (note,))
 
@@ -1885,7 +1898,7 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
     except UserError as error:
         log.write(f"no sample: {error}")
     log.write(f"log: {log.folder / 'log.txt'}")
-    if hp.save_model:
+    if (log.folder / "model.pt").is_file():
         log.write(f"model: {log.folder / 'model.pt'}")
 
 
@@ -1902,13 +1915,11 @@ def join_group(hardware: Hardware) -> None:
     if hardware.device.type == "cuda":
         device_id = hardware.device
         patience += 60  # all_reduce_sum times out first, and names the rank
-    environment = os.environ
     store = None
-    if (environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            and environment["GROUP_WORLD_SIZE"] == "1"):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and hardware.launcher_pid:
         # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
-        store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
-        store = dist.PrefixStore(f"attempt{environment['TORCHELASTIC_RESTART_COUNT']}", store)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         store.set(f"arrived{hardware.rank}", "")
     try:
         dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=hardware.rank,
@@ -2060,18 +2071,22 @@ def usable_bytes(total_bytes: int) -> float:
     return 0.9 * total_bytes - 2**30
 
 
+def available_bytes(hardware: Hardware) -> float:
+    """On the smallest GPU here, or in this machine."""
+    if hardware.device.type != "cuda":
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return usable_bytes(min(card.total_memory for card in cards))
+
+
 def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
-    """Replace sequence_tokens=0 by the longest that fits the smallest GPU. Returns a warning.
+    """Replace sequence_tokens=0 by the longest that fits. Returns a warning, or nothing.
 
     Shorter sequences mean more micro-steps of the same batch: the same training, except that
     attention does not reach across sequences.
     """
     fixed, per_token = memory_needed(hp, hardware)
-    if hardware.device.type == "cuda":
-        cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        room = usable_bytes(min(card.total_memory for card in cards))
-    else:
-        room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    room = available_bytes(hardware)
     if hp.sequence_tokens == 0:
         lengths = possible_sequences(hp, hardware.world_size)
         fitting = [length for length in lengths if fixed + length * per_token <= room]
@@ -2080,15 +2095,16 @@ def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
     if needed <= room:
         return ""
     return (f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
-            f"{room / 2**30:.1f}; {less_memory(hp, hardware.world_size)}")
+            f"{room / 2**30:.1f}; {less_memory(hp, hardware)}")
 
 
-def less_memory(hp: Hyperparameters, world_size: int) -> str:
+def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
     """The remedy where memory is short."""
-    lengths = possible_sequences(hp, world_size)
+    fixed, _ = memory_needed(hp, hardware)
+    lengths = possible_sequences(hp, hardware.world_size)
     shorter = max((length for length in lengths if length < hp.sequence_tokens), default=0)
-    if not shorter:
-        return "train a smaller model"
+    if not shorter or fixed > available_bytes(hardware):
+        return "lower --model_dim or --num_layers"
     return f"give --sequence_tokens={shorter}: more micro-steps of the same batch"
 
 
@@ -2288,12 +2304,13 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
         raise UserError(f"--resume={hp.resume}: this changes the training of the checkpoint: "
                         f"{', '.join(refused)}; leave these options out, or add --resume_anyway")
     notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
-    here = as_dict(resolve(options | dict(preset=hp.preset)))
-    edited = [f"{name}={here[name]} (checkpoint: {value})" for name, value in saved.items()
-              if value != here[name] and name not in MAY_CHANGE_ON_RESUME
-              and hp.origins[name] not in ("command line", "checkpoint")]
-    if edited:
-        notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
+    with contextlib.suppress(UserError):
+        here = as_dict(resolve(options | dict(preset=hp.preset)))
+        edited = [f"{name}={here[name]} (checkpoint: {value})" for name, value in saved.items()
+                  if value != here[name] and name not in MAY_CHANGE_ON_RESUME
+                  and hp.origins[name] not in ("command line", "checkpoint")]
+        if edited:
+            notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
     return hp, notes
 
 
@@ -2360,7 +2377,7 @@ def show(hp: Hyperparameters) -> None:
     print(f"fetch={missing_data(hp)}\t# what run.sh fetches first")
 
 
-def use_model(hp: Hyperparameters, hardware: Hardware) -> None:
+def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
     """Score or sample from a saved model."""
     prepare_device(hp, hardware)
     join_group(hardware)
@@ -2371,64 +2388,72 @@ def use_model(hp: Hyperparameters, hardware: Hardware) -> None:
         text = printable(sample(model, hp.sample, hp))
     if hardware.rank == 0:
         print(text)
+    return 0
 
 
-def print_error(error: UserError | str, only_local_rank_0: bool) -> int:
-    """What every rank of a machine would say alike, its first rank says alone."""
+def print_error(error: UserError | str) -> int:
+    """What all ranks of a machine would say alike, its first rank says alone."""
     rank = os.environ.get("RANK", "0")
-    if not only_local_rank_0 or os.environ.get("LOCAL_RANK", "0") == "0":
+    if not isinstance(error, SharedError) or os.environ.get("LOCAL_RANK", "0") == "0":
         where = "error" if rank == "0" else f"error on rank {rank}"
         print(f"{where}: {error}", file=sys.stderr, flush=True)
     return 2
+
+
+def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
+    """The hyperparameters of the run, its folder and the checkpoint that it continues."""
+    asked = Hyperparameters(**options)
+    check_types(asked)
+    if asked.checkpoint or (asked.show and not asked.resume):
+        return resolve(options), Run(Path())
+    if not asked.resume:
+        resolve(options)  # refuses wrong options before anything else
+    run = find_run(asked)
+    if not run.checkpoint:
+        return resolve(options), run
+    hp, notes = resume_hyperparameters(options, run)
+    return hp, run._replace(notes=(*run.notes, *notes))
 
 
 def main(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         build_parser(resolve({})).print_help()
         return 0
-    hp = None
-    finished = False
+    code = None
     try:
-        options = parse_options(arguments)
-        hp = resolve(options)
-        run = Run(Path())
-        if not hp.checkpoint and (hp.resume or not hp.show):
-            run = find_run(hp)
-        if run.checkpoint:
-            hp, notes = resume_hyperparameters(options, run)
-            run = run._replace(notes=(*run.notes, *notes))
+        with shared_errors():
+            hp, run = prepare_run(parse_options(arguments))
         if hp.show:
             show(hp)
             return 0
         hardware = find_hardware(hp)
         if hp.checkpoint:
-            use_model(hp, hardware)
-            code = 0
+            code = use_model(hp, hardware)
         else:
-            run = run._replace(notes=(*run.notes, *filter(None, [fit_sequence(hp, hardware)])))
-            validate(hp)
-            code = train(hp, hardware, run)
-        finished = True
+            with shared_errors():
+                warning = fit_sequence(hp, hardware)
+                validate(hp)
+                data = open_data(hp, hardware)
+            if warning:
+                run = run._replace(notes=(*run.notes, warning))
+            code = train(hp, hardware, data, run)
         return code
     except UserError as error:
-        same_on_all_ranks = isinstance(error, SharedError) or not dist.is_initialized()
-        return print_error(error, only_local_rank_0=same_on_all_ranks)
+        return print_error(error)
     except (RuntimeError, MemoryError) as error:
         if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            code = print_error(find_silent_ranks(error), only_local_rank_0=False)
-            os._exit(code)  # leaving a group that is stuck would get stuck too
-        memory_errors = (torch.OutOfMemoryError, MemoryError)
-        if not isinstance(error, memory_errors) and "can't allocate memory" not in str(error):
+            os._exit(print_error(find_silent_ranks(error)))  # leaving a stuck group gets stuck too
+        out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not out_of_memory and "can't allocate memory" not in str(error):
             raise
-        remedy = less_memory(hp, int(os.environ.get("WORLD_SIZE", 1)))
-        return print_error(f"out of memory with --sequence_tokens={hp.sequence_tokens}; {remedy}",
-                           only_local_rank_0=False)
+        return print_error(f"out of memory with --sequence_tokens={hp.sequence_tokens}; "
+                           f"{less_memory(hp, hardware)}")
     except KeyboardInterrupt:  # before the first step; from then on SignalHandler takes it
         if os.environ.get("RANK", "0") == "0":
             print("stopped before the first step: there was nothing to save", file=sys.stderr)
         os._exit(128 + signal.SIGINT)
     finally:
-        leave_group(finished)
+        leave_group(finished=code is not None)
 
 
 if __name__ == "__main__":
