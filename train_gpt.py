@@ -1511,7 +1511,8 @@ class Logger:
 
 
 def warn(sentence: str) -> None:
-    print(f"warning: {sentence}; training continues", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # where even that cannot be written
+        print(f"warning: {sentence}; training continues", file=sys.stderr, flush=True)
 
 
 def step_metrics(trainer: Trainer, clock: Clock, step: int) -> dict:
