@@ -1423,6 +1423,7 @@ class Logger:
     def __init__(self, run, hp: Hyperparameters, hardware: Hardware, data: Data):
         self.folder = run.folder
         self.sinks = {}
+        self.sizes = {}     # of the files, also of those that have failed
         self.bar = None
         if hardware.rank != 0:
             return
@@ -1432,12 +1433,14 @@ class Logger:
                 file = open(self.folder / name, "a", encoding="utf-8")
                 file.truncate(min(run.log_sizes.get(name, 0), file.tell()))  # lines that come again
                 self.sinks[name] = file
-        self.sinks["standard output"] = sys.stdout
-        if sys.stdout.isatty():
+                self.sizes[name] = os.fstat(file.fileno()).st_size
+        if sys.stdout:  # None: closed by whoever started this process
+            self.sinks["standard output"] = sys.stdout
+        if sys.stdout and sys.stdout.isatty():
             done = run.checkpoint["step"] if run.checkpoint else 0
             self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
                             file=sys.stdout)
-        if not self.sizes()["log.txt"]:
+        if not self.sizes["log.txt"]:
             self.write_header(hp, hardware, data)
         self.write(*describe(hardware), *describe_preset(hp), *run.notes)
 
@@ -1460,10 +1463,6 @@ class Logger:
         self.record(start=True, **about, hyperparameters=as_dict(hp), origins=hp.origins,
                     environment=environment(hardware), shards=shards)
 
-    def sizes(self) -> dict[str, int]:
-        return {name: os.fstat(sink.fileno()).st_size for name, sink in self.sinks.items()
-                if name != "standard output"}
-
     def write(self, *lines: str) -> None:
         self.put("log.txt", "\n".join(lines))
         self.put("standard output", "\n".join(lines))
@@ -1478,7 +1477,8 @@ class Logger:
             tqdm.write(text, file=self.sinks[name])
             self.sinks[name].flush()
             if name != "standard output":
-                os.stat(self.folder / name)  # a deleted file accepts writes without an error
+                # a deleted file accepts writes without an error; its name is gone
+                self.sizes[name] = os.stat(self.folder / name).st_size
         except OSError as error:
             if name == "standard output":  # a closed pipe, say; Python flushes it again at exit
                 sys.stdout = open(os.devnull, "w")
@@ -1639,7 +1639,7 @@ def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, s
     if saver.enabled:
         about = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(trainer.hp),
                      origins=trainer.hp.origins, step=step, clock_ms=clock.now(),
-                     log_sizes=log.sizes())
+                     log_sizes=dict(log.sizes))
         saver.save(f"checkpoint_{step:07d}.pt", about | copy_to_host(state),
                    trainer.hp.keep_checkpoints)
 
