@@ -1,4 +1,4 @@
-"""Logging: all that it takes to repeat a run, and a run that goes on when a log cannot be written."""
+"""Logging: all that repeating a run takes; a run continues when a log cannot be written."""
 import io
 import json
 import os
