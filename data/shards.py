@@ -319,12 +319,11 @@ class ShardSet:
                 kept -= entry["tokens"]
                 continue
             path = self.folder / (entry["file"] + TEMPORARY)
-            tokens = map_tokens(path)
-            if not moving and tokens[kept] != document_token:
-                self.append(target, np.array([document_token]))
-            moving = True
-            for start in range(kept, len(tokens), COPY_TOKENS):
-                self.append(target, tokens[start:start + COPY_TOKENS])
+            for tokens in read_tokens(path, kept):
+                if not moving and tokens[0] != document_token:
+                    self.append(target, np.array([document_token]))
+                moving = True
+                self.append(target, tokens)
             self.entries.remove(entry)
             if kept:
                 shorten(path, kept)
@@ -349,6 +348,14 @@ class ShardSet:
             os.replace(self.folder / (name + TEMPORARY), self.folder / name)
         sync(self.folder)
         return write_manifest(self.folder, manifest | {"shards": self.entries}, complete=True)
+
+
+def read_tokens(path: Path, start: int):
+    """The tokens of a shard from a place on, in pieces: memory does not grow with the shard."""
+    with open(path, "rb") as file:
+        file.seek(HEADER_BYTES + 2 * start)
+        while len(tokens := np.fromfile(file, "<u2", COPY_TOKENS)):
+            yield tokens
 
 
 def shorten(path: Path, num_tokens: int) -> None:
