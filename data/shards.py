@@ -21,6 +21,7 @@ The trainer imports this module when it starts: it imports nothing beyond NumPy 
 import argparse
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -450,6 +451,43 @@ def check_manifest(folder: Path, shards: dict[str, int], vocab_size: int, docume
     return {"text_bytes": None if None in text_bytes else sum(text_bytes),
             "tokens": sum(shards.values()),
             "sha256": {file: entries[file].get("sha256") or None for file in shards}}
+
+
+def check_manifests(held: dict[str, int], vocab_size: int, document_token: int) -> tuple[dict, float | None]:
+    """(sha256 of each shard, bytes of text per token), each None where no manifest tells.
+
+    `held`: the tokens in each shard, by its path. The shards may be in several folders.
+    """
+    hashes = dict.fromkeys(held)
+    tokens = 0
+    text_bytes = 0
+    for folder in sorted({Path(path).parent for path in held}):
+        paths = {Path(path).name: path for path in held if Path(path).parent == folder}
+        found = {"text_bytes": None, "tokens": 0, "sha256": {}}
+        if (folder / MANIFEST).exists():
+            there = {name: held[path] for name, path in paths.items()}
+            found = check_manifest(folder, there, vocab_size, document_token)
+        hashes |= {paths[name]: sha256 for name, sha256 in found["sha256"].items()}
+        tokens += found["tokens"]
+        if found["text_bytes"] is None:
+            text_bytes = None
+        elif text_bytes is not None:
+            text_bytes += found["text_bytes"]
+    return hashes, text_bytes / tokens if text_bytes and tokens else None
+
+
+def what_to_fetch(train_files: str, val_files: str, num_steps: int, batch_tokens: int, epochs: int) -> str:
+    """What a run lacks of our own sources: "enwik8", "fineweb N" for N training shards, or ""."""
+    train_shards = len(glob.glob(train_files))
+    complete = train_shards > 0 and bool(glob.glob(val_files))
+    if train_files.startswith("data/enwik8/") and not complete:
+        return "enwik8"
+    if train_files.startswith("data/fineweb10B/"):
+        batches_per_shard = max(1, (SHARD_TOKENS - 1) // batch_tokens)
+        needed = min(103, -(-num_steps // (batches_per_shard * epochs)))  # 103: as many as there are
+        if train_shards < needed or not complete:
+            return f"fineweb {needed}"
+    return ""
 
 
 def in_place(folder: Path, entry: dict) -> bool:

@@ -89,6 +89,39 @@ def test_what_is_no_manifest_is_refused(tmp_path, content):
         check(tmp_path)
 
 
+def test_shards_of_several_folders(tmp_path):
+    paths = {}
+    for name in ("first", "second", "without"):
+        (tmp_path / name).mkdir()
+        paths[name] = f"{tmp_path}/{name}//a_train_000000.bin"  # as given, not as Path would write it
+    write_manifest(tmp_path / "first")
+    write_manifest(tmp_path / "second", shards=[entry(text_bytes=3000)])
+    held = {paths["first"]: 3000, paths["second"]: 3000}
+    assert shards.check_manifests(held, 64, 63) == ({paths["first"]: SHA256, paths["second"]: None}, 2.0)
+    held[paths["without"]] = 500
+    hashes, ratio = shards.check_manifests(held, 64, 63)
+    assert ratio is None and hashes == {paths["first"]: SHA256, paths["second"]: None, paths["without"]: None}
+    with pytest.raises(shards.UserError, match="give --vocab_size=64"):
+        shards.check_manifests(held, 65, 63)
+
+
+def test_what_a_run_has_to_fetch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    laptop = ("data/enwik8/enwik8_train_*.bin", "data/enwik8/enwik8_val_*.bin")
+    public = ("data/fineweb10B/fineweb_train_*.bin", "data/fineweb10B/fineweb_val_*.bin")
+    assert shards.what_to_fetch(*laptop, 320, 4096, 1) == "enwik8"
+    assert shards.what_to_fetch(*public, 1390, 8 * 64 * 1024, 1) == "fineweb 8"
+    assert shards.what_to_fetch(*public, 1390, 8 * 64 * 1024, 4) == "fineweb 2"
+    assert shards.what_to_fetch("own/*.bin", "own/*.bin", 10, 4096, 1) == ""
+    for pattern in (*laptop, *public):
+        path = tmp_path / pattern.replace("*", "000000")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert shards.what_to_fetch(*laptop, 320, 4096, 1) == ""
+    assert shards.what_to_fetch(*public, 10, 4096, 1) == ""
+    assert shards.what_to_fetch(*public, 1390, 8 * 64 * 1024, 1) == "fineweb 8"
+
+
 def fuzz_manifest(folder, changes: list) -> None:
     """A manifest with changed bytes. tests/commands/faults.py uses it too."""
     write_manifest(folder)
