@@ -148,12 +148,16 @@ def types_in_quotes(tree: ast.AST) -> list[int]:
 
 
 def packed_assignments(tree: ast.AST) -> list[int]:
-    """Several values computed in one statement; names and constants may change places."""
-    plain = (ast.Constant, ast.Name, ast.Attribute)
+    """Several values computed in one statement. Names and constants are not computed."""
+    def plain(value: ast.expr) -> bool:
+        if isinstance(value, ast.UnaryOp):  # as in -1
+            value = value.operand
+        return isinstance(value, (ast.Constant, ast.Name, ast.Attribute))
+
     return [node.lineno for node in ast.walk(tree)
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
             and any(isinstance(target, ast.Tuple) for target in node.targets)
-            and not all(isinstance(value, plain) for value in node.value.elts)]
+            and not all(plain(value) for value in node.value.elts)]
 
 
 def nested_conditionals(tree: ast.AST) -> list[int]:
@@ -176,6 +180,7 @@ def test_train_gpt_has_no_line_over_100_columns():
     (types_in_quotes, 'def f(x: "A", y: list["B"]) -> "C": pass', 3),
     (types_in_quotes, 'x: "A" = 1', 1), (types_in_quotes, 'def f(x: A = "A") -> B: "text"', 0),
     (packed_assignments, "a, b = f(), 2", 1), (packed_assignments, "a, b = b, a.c", 0),
+    (packed_assignments, "a, b = -1, 2.5", 0), (packed_assignments, "a, b = -f(), 2", 1),
     (packed_assignments, "a, b = f()", 0), (packed_assignments, "c = a, b = f(), 1", 1),
     (nested_conditionals, "a if b else c if d else e", 1),
     (nested_conditionals, "a if (b if c else d) else e", 1),
