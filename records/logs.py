@@ -375,19 +375,23 @@ def find_logs(paths: list[str | Path]) -> list[Path]:
     return list(found)
 
 
-def read_logs(paths: list[str | Path], warn) -> list[Run]:
-    """Every log that can be read; `warn` gets one sentence for each that cannot."""
+def each_log(paths: list[str | Path], warn):
+    """Every log that can be read, one at a time; `warn` gets one sentence for each that cannot."""
     files = find_logs(paths)
     if not files:
         where = ", ".join(clean(str(path)) for path in paths)
         raise UserError(f"{where}: no logs there; a training run writes logs/<run id>/log.txt")
-    runs = []
     for path in files:
         try:
-            runs.append(read_log(path))
+            run = read_log(path)
         except UserError as error:
             warn(str(error))
-    return runs
+        else:
+            yield run
+
+
+def read_logs(paths: list[str | Path], warn) -> list[Run]:
+    return list(each_log(paths, warn))
 
 
 def latest_log(folder: Path) -> Path:

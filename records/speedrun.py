@@ -33,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for whoever imports this file by its path
 
-from logs import Run, UserError, latest_log, read_logs
+from logs import Run, UserError, each_log, latest_log, read_logs
 from verdict import report, verify_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,7 +158,7 @@ def print_table(rows: list[dict]) -> None:
 
 def table(arguments: list[str]) -> int:
     given = parse(arguments, {"json": False, "csv": False})
-    rows = [table_row(run) for run in read_logs(given.words or [ROOT / "logs"], warn)]
+    rows = [table_row(run) for run in each_log(given.words or [ROOT / "logs"], warn)]
     if given.options["json"]:
         print(json.dumps(rows, indent=1))
     elif given.options["csv"] and rows:
