@@ -131,7 +131,9 @@ class Run:
         known = self.environment
         if "device_name" not in known:
             return ""
-        threads = f", {known['threads']} threads" if known["device"] == "cpu" else ""
+        threads = ""
+        if known["device"] == "cpu":
+            threads = f", {known['threads']} thread{'' if known['threads'] == '1' else 's'}"
         return f"{known['world_size']} × {known['device_name']}{threads}"
 
     @cached_property

@@ -86,9 +86,9 @@ def mean_curve(runs: list[Run], kind: str, x: str) -> list[tuple[float, float, f
     return found
 
 
-def smoothed(curve: list[tuple], window: float = 0.02) -> list[tuple]:
+def smoothed(curve: list[tuple], window: float = 0.04) -> list[tuple]:
     """Each point the average of those around it: a training loss is of one batch, and jumps."""
-    half = int(len(curve) * window)
+    half = round(len(curve) * window)
     found = []
     for number, (place, *_) in enumerate(curve):
         before = min(half, number)  # symmetric at the start, where the loss falls fast
@@ -251,7 +251,7 @@ def plot_history(records: Path, output: Path) -> None:
         label_points(axis, dates, own, colour)
     axis.set_yscale("log")
     low, high = min(row["seconds"] for row in rows), max(row["seconds"] for row in rows)
-    axis.set_ylim(low / 1.35, high * 1.35)
+    axis.set_ylim(low / 1.6, high * 1.35)
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_minor_formatter(NullFormatter())
@@ -266,7 +266,8 @@ def plot_history(records: Path, output: Path) -> None:
 def label_points(axis, dates: list, rows: list[dict], colour: str) -> None:
     """The first and the last by name and time: those between stand too close for that."""
     for number in {0, len(rows) - 1}:
+        row = rows[number]
         first = number == 0 and len(rows) > 1
-        axis.annotate(f"{rows[number]['name']}\n{rows[number]['seconds']:.1f} s", (dates[number],
-                      rows[number]["seconds"]), xytext=(8, 4) if first else (-8, 8), textcoords="offset points",
-                      color=colour, fontsize=9, ha="left" if first else "right", va="bottom")
+        axis.annotate(f"{row['name']}\n{row['seconds']:.1f} s", (dates[number], row["seconds"]),
+                      xytext=(8, 4) if first else (-8, -5), textcoords="offset points", color=colour, fontsize=9,
+                      ha="left" if first else "right", va="bottom" if first else "top")

