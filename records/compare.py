@@ -1,12 +1,13 @@
 """Two configurations in turn on one machine: A B, B A, A B, …, and what the pairs differ in.
 
-Each run is a process of its own; the two of a pair have the same seed and follow each other, so that a machine
-that gets slower or faster meets both alike. Finished runs are kept: the same command resumes.
+Each run is a process of its own; the two of a pair have the same seed and follow each other, so
+that a machine that gets slower or faster meets both alike. Finished runs are kept: the same command
+resumes.
 """
+
 import hashlib
 import json
 import math
-import shlex
 import shutil
 import time
 from dataclasses import dataclass
@@ -14,20 +15,21 @@ from pathlib import Path
 
 from logs import Run, UserError
 from stats import fixed_interval, mean, sequential_interval
-from trials import ROOT, Configuration, Progress, finished_run, resolve, run_once
+from trials import ROOT, Configuration, Progress, finished_run, resolve, run_once, split_words
 
-ERROR_RATE = 0.05   # chance of any wrong verdict in a comparison of equal configurations, all quantities together
+ERROR_RATE = 0.05  # chance that equal configurations get any wrong verdict, of all quantities
 
 
 @dataclass
 class Quantity:
     """One measurement of a run, and how two of them are compared."""
+
     name: str
-    better: str                 # what a smaller value is called
+    better: str  # what a smaller value is called
     worse: str
-    ratio: bool                 # compared as B/A; otherwise as B − A
+    ratio: bool  # compared as B/A; otherwise as B − A
     pairs: list[tuple[float, float]]
-    missing: str = ""           # why there is no comparison
+    missing: str = ""  # why there is no comparison
 
     @property
     def differences(self) -> list[float]:
@@ -45,17 +47,22 @@ def measure(pairs: list[tuple[Run, Run]], target: float) -> list[Quantity]:
     reached = [(a, b) for a, b in times if a and b]
     quantities.append(Quantity(f"time to {target:g}", "faster", "slower", True, reached))
     if len(reached) < len(pairs):  # to leave out the pairs that failed would favour who failed
-        by_a, by_b = (sum(bool(pair[side]) for pair in times) for side in (0, 1))
-        quantities[-1].missing = f"not compared: reached by A in {by_a}, by B in {by_b} of {len(pairs)} runs"
+        by_a, by_b = (len([pair for pair in times if pair[side]]) for side in (0, 1))
+        quantities[
+            -1
+        ].missing = f"not compared: reached by A in {by_a}, by B in {by_b} of {len(pairs)} runs"
     steps = [(a.step_time_ms, b.step_time_ms) for a, b in pairs]
-    quantities.append(Quantity("step time", "faster", "slower", True, [(a, b) for a, b in steps if a and b]))
+    quantities.append(
+        Quantity("step time", "faster", "slower", True, [(a, b) for a, b in steps if a and b])
+    )
     if len(quantities[-1].pairs) < len(pairs):
         quantities[-1].missing = "not compared: not in the logs"
     return quantities
 
 
 def interval_of(quantity: Quantity, sequential: bool) -> tuple[float, float]:
-    """Of the difference, or of the logarithm of the ratio; the error rate is shared by three quantities."""
+    """Of the difference, or of the logarithm of the ratio; the error rate is shared by three
+    quantities."""
     if quantity.missing:
         return -math.inf, math.inf
     interval = sequential_interval if sequential else fixed_interval
@@ -92,13 +99,19 @@ def report_lines(quantities: list[Quantity], sequential: bool) -> list[str]:
         low, high = interval_of(quantity, sequential)
         if quantity.ratio:
             change = f"× {math.exp(middle):.4f}"
-            known = f"{math.exp(low):.4f} to {math.exp(high):.4f}" if math.isfinite(high) else "unknown yet"
+            known = (
+                f"{math.exp(low):.4f} to {math.exp(high):.4f}"
+                if math.isfinite(high)
+                else "unknown yet"
+            )
         else:
             change = f"{middle:+.4f}"
             known = f"{low:+.4f} to {high:+.4f}" if math.isfinite(high) else "unknown yet"
         rows.append((quantity.name, *sides, change, known, verdict_of(quantity, sequential)))
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    ]
 
 
 class Comparison:
@@ -113,9 +126,10 @@ class Comparison:
         return self.folder / f"pair_{pair:03d}_{side}"
 
     def run(self, pair: int, progress: Progress) -> tuple[Run, Run]:
-        """Both runs of a pair, those already there included; odd pairs begin with A, even ones with B."""
+        """Both runs of a pair, those already there included; odd pairs begin with A, even ones with
+        B."""
         runs = {}
-        for side in ("AB" if pair % 2 else "BA"):
+        for side in "AB" if pair % 2 else "BA":
             progress.start(f"pair {pair} {side}")
             place = self.place(pair, side)
             run = finished_run(place)
@@ -123,18 +137,24 @@ class Comparison:
                 shutil.rmtree(place, ignore_errors=True)
                 wanted = self.sides[side]
                 check_unchanged(wanted)
-                run = run_once(wanted.script, [*wanted.options, f"--seed={pair}"], place, progress.line)
+                run = run_once(
+                    wanted.script, [*wanted.options, f"--seed={pair}"], place, progress.line
+                )
                 for weights in place.glob("*.pt"):
                     weights.unlink()
             if not run.finished:
-                raise UserError(f"{place}: stopped before its last validation; run the same command again")
+                raise UserError(
+                    f"{place}: stopped before its last validation; run the same command again"
+                )
             progress.finish(run)
             runs[side] = run
         return runs["A"], runs["B"]
 
     def earlier_looks(self) -> list[int]:
         try:
-            return [number for number in json.loads(self.looks.read_text()) if isinstance(number, int)]
+            return [
+                number for number in json.loads(self.looks.read_text()) if isinstance(number, int)
+            ]
         except (OSError, ValueError, TypeError):
             return []
 
@@ -144,7 +164,9 @@ class Comparison:
 
 def check_unchanged(wanted: Configuration) -> None:
     if hashlib.sha256(wanted.script.read_bytes()).hexdigest() != wanted.source_sha256:
-        raise UserError(f"{wanted.script}: changed during the comparison; start the comparison again")
+        raise UserError(
+            f"{wanted.script}: changed during the comparison; start the comparison again"
+        )
 
 
 def check_one_machine(pairs: list[tuple[Run, Run]], folder: Path) -> None:
@@ -152,8 +174,10 @@ def check_one_machine(pairs: list[tuple[Run, Run]], folder: Path) -> None:
     for name in ("device_name", "world_size", "torch"):
         values = {run.environment.get(name, "unknown") for run in runs}
         if len(values) > 1:
-            raise UserError(f"{folder}: runs with different {name} ({', '.join(sorted(values))}); remove the "
-                            "folder and compare on one machine")
+            raise UserError(
+                f"{folder}: runs with different {name} ({', '.join(sorted(values))}); remove the "
+                "folder and compare on one machine"
+            )
 
 
 def compare_configurations(first: str, second: str, given: dict) -> int:
@@ -161,7 +185,7 @@ def compare_configurations(first: str, second: str, given: dict) -> int:
         raise UserError(f"--until={given['until']}: expected decided, or --pairs=N")
     until_decided = given["until"] == "decided"
     everything = ROOT / "logs" / "compare"
-    shared = shlex.split(given["options"] or "")
+    shared = split_words(given["options"] or "")
     a, b = (resolve(text, shared, everything / "sources") for text in (first, second))
     comparison = Comparison(a, b, everything / f"{a.key()}-{b.key()}")
     comparison.folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +193,9 @@ def compare_configurations(first: str, second: str, given: dict) -> int:
     progress = Progress(2 * given["pairs"])
     try:
         if until_decided:
-            pairs, target = run_until_decided(comparison, progress, given["minutes"], given["target"])
+            pairs, target = run_until_decided(
+                comparison, progress, given["minutes"], given["target"]
+            )
         else:
             pairs = [comparison.run(pair, progress) for pair in range(1, given["pairs"] + 1)]
             target = target_of(pairs, given["target"])
@@ -182,7 +208,10 @@ def compare_configurations(first: str, second: str, given: dict) -> int:
     kind = "valid at any number of pairs" if sequential else f"for {len(pairs)} pairs"
     print(f"\n{len(pairs)} pairs; intervals hold together with {1 - ERROR_RATE:.0%}, {kind}")
     if peeked and not until_decided:
-        print(f"(wider than for a number fixed beforehand: this was looked at after {max(peeked)} pairs already)")
+        print(
+            f"(wider than for a number fixed beforehand: this was looked at after {max(peeked)} "
+            "pairs already)"
+        )
     print("\n".join(report_lines(measure(pairs, target), sequential)))
     return 0
 
@@ -191,8 +220,11 @@ def target_of(pairs: list[tuple[Run, Run]], given: float) -> float:
     return pairs[0][0].target if math.isnan(given) else given
 
 
-def run_until_decided(comparison: Comparison, progress: Progress, minutes: float, target: float) -> tuple:
-    """Pairs until an interval excludes zero, or until the next pair would not fit into the minutes."""
+def run_until_decided(
+    comparison: Comparison, progress: Progress, minutes: float, target: float
+) -> tuple:
+    """Pairs until an interval excludes zero, or until the next pair would not fit into the
+    minutes."""
     start = time.monotonic()
     pairs = []
     slowest = 0.0

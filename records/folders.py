@@ -1,11 +1,12 @@
 """Record folders: making one out of logs, and the leaderboard in README.md out of all of them.
 
-records/YYYY-MM-DD_Name/ holds README.md, source.py (the program of all its logs, once), a log per run
-without the source, and curve.png.
+records/YYYY-MM-DD_Name/ holds README.md, source.py (the program of all its logs, once), a log per
+run without the source, and curve.png.
 """
+
 import datetime
 import re
-import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,21 +46,28 @@ def read_record(folder: Path) -> Record:
 
 
 def read_records(records: Path) -> list[Record]:
-    return [read_record(folder) for folder in sorted(records.iterdir())
-            if folder.is_dir() and FOLDER_NAME.fullmatch(folder.name)]
+    return [
+        read_record(folder)
+        for folder in sorted(records.iterdir())
+        if folder.is_dir() and FOLDER_NAME.fullmatch(folder.name)
+    ]
 
 
 def between(text: str, marker: str, contents: str, where: Path) -> str:
     """`text` with new contents between <!-- marker --> and <!-- /marker -->."""
     start, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise UserError(f"{where}: expected the lines {start} and {end} once each; add them where the text that "
-                        "this tool writes belongs")
+        raise UserError(
+            f"{where}: expected the lines {start} and {end} once each; add them where the text "
+            "that "
+            "this tool writes belongs"
+        )
     before, _, rest = text.partition(start)
     return f"{before}{start}\n{contents}\n{end}{rest.partition(end)[2]}"
 
 
-# new ------------------------------------------------------------------------------------------------------
+# new ----------------------------------------------------------------------------------------------
+
 
 def without_source(run: Run) -> bytes:
     """The log with one line in place of its source."""
@@ -76,43 +84,71 @@ def make_record(name: str, runs: list[Run], given: dict) -> Path:
     date = given["date"] or datetime.date.today().isoformat()
     folder = RECORDS / f"{date}_{name}"
     if not FOLDER_NAME.fullmatch(folder.name):
-        raise UserError(f"{clean(folder.name)}: expected a name of letters, digits, _ . - and a date like 2025-01-04")
+        raise UserError(
+            f"{clean(folder.name)}: expected a name of letters, digits, _ . - and a date like "
+            "2025-01-04"
+        )
     if folder.exists():
         raise UserError(f"{folder}: exists already; give another name")
     verdict = verify_runs(runs, float("nan"))
     if not verdict.source_known or runs[0].source is None:
         raise UserError(f"{runs[0].name}: its log does not hold its source, which a record needs")
     from plots import plot_runs
-    unfinished = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    (unfinished / SOURCE_FILE).write_bytes(runs[0].source)
-    for number, run in enumerate(runs, 1):
-        own = f"seed_{run.seed}" if run.seed is not None else f"run_{number}"
-        (unfinished / f"{own}.txt").write_bytes(without_source(run))
-    plot_runs(runs, "time", verdict.target, unfinished / "curve.png")
-    (unfinished / "README.md").write_text(record_readme(date, name, verdict, given["change"]), encoding="utf-8")
-    unfinished.rename(folder)
+
+    with tempfile.TemporaryDirectory(dir=RECORDS, prefix=".new_") as temporary:
+        unfinished = Path(temporary) / folder.name
+        unfinished.mkdir()
+        (unfinished / SOURCE_FILE).write_bytes(runs[0].source)
+        for number, run in enumerate(runs, 1):
+            own = f"seed_{run.seed}" if run.seed is not None else f"run_{number}"
+            (unfinished / f"{own}.txt").write_bytes(without_source(run))
+        plot_runs(runs, "time", verdict.target, unfinished / "curve.png")
+        readme = record_readme(date, name, verdict, given["change"])
+        (unfinished / "README.md").write_text(readme, encoding="utf-8")
+        unfinished.rename(folder)
     return folder
+
+
+def plain(text: str) -> str:
+    """Text out of a log, without anything that Markdown or HTML would act on."""
+    return re.sub(r"[^\w .,:;()×@+/=-]", " ", text)
 
 
 def record_readme(date: str, name: str, verdict: Verdict, change: str | None) -> str:
     first = verdict.runs[0]
     reached = "reaches" if verdict.proven else "does not provably reach"
-    command = first.header_line("command") or "unknown"
+    command = plain(first.header_line("command") or "unknown")
     times = f" in {mean(verdict.times_s):.1f} s of training" if verdict.times_s else ""
-    return "\n".join([
-        f"# {name}, {date}", "",
-        f"**Claim.** {track_of(first)} track: {reached} a validation loss of {verdict.target:g}{times}, on "
-        f"{first.hardware or 'unknown hardware'}.", "",
-        f"**Change.** {change or 'Say here what was changed against the record before, and why it helps.'}", "",
-        f"**Command.** `{command}`", "", "**Statistics**, as `./run.sh records verify` prints them:", "",
-        "<!-- statistics -->", statistics_text(verdict), "<!-- /statistics -->", "",
-        "![loss against training time](curve.png)", "",
-        f"`{SOURCE_FILE}` is the program of all the logs; `./run.sh records replay` runs one of them again.", ""])
+    return "\n".join(
+        [
+            f"# {name}, {date}",
+            "",
+            f"**Claim.** {track_of(first)} track: {reached} a validation loss of "
+            f"{verdict.target:g}{times}, on "
+            f"{plain(first.hardware) or 'unknown hardware'}.",
+            "",
+            "**Change.** "
+            f"{change or 'Say here what was changed against the record before, and why it helps.'}",
+            "",
+            f"**Command.** `{command}`",
+            "",
+            "**Statistics**, as `./run.sh records verify` prints them:",
+            "",
+            "<!-- statistics -->",
+            statistics_text(verdict),
+            "<!-- /statistics -->",
+            "",
+            "![loss against training time](curve.png)",
+            "",
+            f"`{SOURCE_FILE}` is the program of all the logs; `./run.sh records replay` runs one "
+            "of them again.",
+            "",
+        ]
+    )
 
 
-# leaderboard ----------------------------------------------------------------------------------------------
+# leaderboard --------------------------------------------------------------------------------------
+
 
 def leaderboard_text(records: list[Record], root: Path) -> str:
     """A table for each track and target: the proven ones by time, then the others."""
@@ -121,11 +157,21 @@ def leaderboard_text(records: list[Record], root: Path) -> str:
         groups.setdefault((record.track, record.verdict.target), []).append(record)
     parts = []
     for (track, target), members in sorted(groups.items()):
-        members.sort(key=lambda record: (not record.verdict.proven, mean(record.verdict.times_s or [0.0])))
+        members.sort(
+            key=lambda record: (not record.verdict.proven, mean(record.verdict.times_s or [0.0]))
+        )
         rows = [leaderboard_row(record, root) for record in members]
-        parts.append("\n".join([f"**{track}**, target {target:g}", "",
-                                "| training time (s) | record | date | validation loss | runs | p | hardware |",
-                                "|---|---|---|---|---|---|---|", *rows]))
+        parts.append(
+            "\n".join(
+                [
+                    f"**{track}**, target {target:g}",
+                    "",
+                    "| training time (s) | record | date | validation loss | runs | p | hardware |",
+                    "|---|---|---|---|---|---|---|",
+                    *rows,
+                ]
+            )
+        )
     return "\n\n".join(parts) or "No records yet."
 
 
@@ -138,13 +184,15 @@ def leaderboard_row(record: Record, root: Path) -> str:
     if len(verdict.losses) > 1:
         loss += f" ± {standard_deviation(verdict.losses):.4f}"
     p = p_text(verdict.test.p) if len(verdict.losses) > 1 else "–"
-    hardware = verdict.runs[0].hardware.replace("|", " ") or "unknown"
+    hardware = plain(verdict.runs[0].hardware) or "unknown"
     link = f"[{record.name}]({record.folder.relative_to(root).as_posix()})"
-    return f"| {seconds} | {link} | {record.date} | {loss} | {len(verdict.losses)} | {p} | {hardware} |"
+    cells = (seconds, link, record.date, loss, str(len(verdict.losses)), p, hardware)
+    return f"| {' | '.join(cells)} |"
 
 
 def update_leaderboard(readme: Path, records: Path, check: bool) -> int:
-    """Writes the leaderboard and every record's statistics; with `check`, only says what is stale (exit 1)."""
+    """Writes the leaderboard and every record's statistics; with `check`, only says what is stale
+    (exit 1)."""
     found = read_records(records)
     wanted = {readme: ("leaderboard", leaderboard_text(found, readme.parent))}
     for record in found:
@@ -161,7 +209,9 @@ def update_leaderboard(readme: Path, records: Path, check: bool) -> int:
             if not check:
                 path.write_text(new, encoding="utf-8")
     for path in stale:
-        print(f"{path}: {'stale; ./run.sh records leaderboard rewrites it' if check else 'rewritten'}")
+        print(
+            f"{path}: {'stale; ./run.sh records leaderboard rewrites it' if check else 'rewritten'}"
+        )
     if not stale:
         print("up to date")
     return 1 if check and stale else 0

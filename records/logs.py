@@ -1,9 +1,11 @@
 """Reading the logs of training runs: ours of any age, and those of the historical records.
 
-A log is text: the source of the script, a line of 100 "=", what the run was (hyperparameters, versions,
-hardware), another such line, then the step lines. Older and foreign logs lack some of it. Nothing that a log
-says is ever executed here, and every text out of a log is cleaned before it is shown.
+A log is text: the source of the script, a line of 100 "=", what the run was (hyperparameters,
+versions, hardware), another such line, then the step lines. Older and foreign logs lack some of it.
+Nothing that a log says is ever executed here, and every text out of a log is cleaned before it is
+shown.
 """
+
 import ast
 import datetime
 import hashlib
@@ -16,19 +18,35 @@ from functools import cached_property
 from pathlib import Path
 
 SEPARATOR = b"=" * 100
-LARGEST_LOG = 256 * 2**20       # bytes; a million steps take 70 MB
-SOURCE_FILE = "source.py"       # in a record's folder: the source of all its logs
+LARGEST_LOG = 256 * 2**20  # bytes; a million steps take 70 MB
+SOURCE_FILE = "source.py"  # in a record's folder: the source of all its logs
 STEP_LINE = re.compile(rb"^step:(\d{1,12})/(\d{1,12})((?: [^\n]*)?)$", re.MULTILINE)
 FIELD = re.compile(rb"(\w+):([-+.\w]+)")
 ANSI_CODE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 COMPLETE_LINE = re.compile(rb"step_avg:(?:nan|[\d.]+)ms$")
 STORED_SOURCE = re.compile(rb"source: source\.py sha256 ([0-9a-f]{64})")
 
-# Hyperparameters that may differ between runs of one record: they change no weight and no validation.
+# Hyperparameters that may differ between runs of one record: they change no validation loss.
 SEED_AND_OUTPUT = {
-    "seed", "preset", "log_dir", "run_id", "log_every", "save_model", "save_every", "keep_checkpoints",
-    "resume", "resume_anyway", "timeout", "hellaswag", "show", "checkpoint", "sample", "sample_tokens",
-    "temperature", "top_k"}
+    "seed",
+    "preset",
+    "log_dir",
+    "run_id",
+    "log_every",
+    "save_model",
+    "save_every",
+    "keep_checkpoints",
+    "resume",
+    "resume_anyway",
+    "timeout",
+    "hellaswag",
+    "show",
+    "checkpoint",
+    "sample",
+    "sample_tokens",
+    "temperature",
+    "top_k",
+}
 
 
 class UserError(Exception):
@@ -46,20 +64,23 @@ def clean(text: str | bytes, longest: int = 200) -> str:
 @dataclass
 class Point:
     """One step line; what it does not say is None."""
+
     step: int
     train_loss: float | None
     val_loss: float | None
-    time_ms: float | None       # training time so far
+    time_ms: float | None  # training time so far
+    step_ms: float | None  # the run's own average; historical ones leave the first ten steps out
 
 
 @dataclass
 class Run:
     """One log. The parts that take time to read are read when they are first asked for."""
+
     path: Path
-    source: bytes | None        # as it was run; None where the log does not hold it
+    source: bytes | None  # as it was run; None where the log does not hold it
     source_sha256: str | None
-    header: str                 # between the first two separators
-    body: bytes                 # step lines, and whatever else the run printed
+    header: str  # between the first two separators
+    body: bytes  # step lines, and whatever else the run printed
 
     @cached_property
     def name(self) -> str:
@@ -79,7 +100,7 @@ class Run:
                 return found[0]
         return datetime.date.fromtimestamp(self.path.stat().st_mtime).isoformat()
 
-    # What the run was ------------------------------------------------------------------------------------
+    # What the run was -----------------------------------------------------------------------------
 
     @cached_property
     def hyperparameters(self) -> dict:
@@ -113,17 +134,27 @@ class Run:
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """device, device_name, world_size, threads, torch and modes, as far as the log says them."""
+        """device, device_name, world_size, threads, torch and modes, as far as the log says
+        them."""
         found = {}
-        if match := re.search(r"PyTorch (\S+?)(?:,| |$)", self.header, re.IGNORECASE | re.MULTILINE):
+        if match := re.search(
+            r"PyTorch (\S+?)(?:,| |$)", self.header, re.IGNORECASE | re.MULTILINE
+        ):
             found["torch"] = clean(match[1], 60)
-        ours = re.search(r"^(\d+) × (\w+) \((.*)\), (\d+) threads, (.*)$", self.header, re.MULTILINE)
+        ours = re.search(
+            r"^(\d+) × (\w+) \((.*)\), (\d+) threads, (.*)$", self.header, re.MULTILINE
+        )
         if ours:
             names = ("world_size", "device", "device_name", "threads", "modes")
             found |= {name: clean(value) for name, value in zip(names, ours.groups())}
-        elif cards := re.findall(r"^\|\s+\d+\s+(NVIDIA [\w .-]+?)(?:\s{2,}|\s+O[nf]+\b)", self.header,
-                                 re.MULTILINE):
-            found |= {"world_size": str(len(cards)), "device": "cuda", "device_name": clean(cards[0])}
+        elif cards := re.findall(
+            r"^\|\s+\d+\s+(NVIDIA [\w .-]+?)(?:\s{2,}|\s+O[nf]+\b)", self.header, re.MULTILINE
+        ):
+            found |= {
+                "world_size": str(len(cards)),
+                "device": "cuda",
+                "device_name": clean(cards[0]),
+            }
         return found
 
     @cached_property
@@ -141,8 +172,14 @@ class Run:
         """Tokens per step."""
         if isinstance(tokens := self.hyperparameters.get("batch_tokens"), int):
             return tokens
-        factors = [re.search(rb"^\s*%s\s*(?::\s*int\s*)?=\s*(\d+(?:\s*\*\s*\d+){0,4})\s*(?:#|$)" % name,
-                             self.source or b"", re.MULTILINE) for name in (b"batch_size", b"sequence_length")]
+        factors = [
+            re.search(
+                rb"^\s*%s\s*(?::\s*int\s*)?=\s*(\d+(?:\s*\*\s*\d+){0,4})\s*(?:#|$)" % name,
+                self.source or b"",
+                re.MULTILINE,
+            )
+            for name in (b"batch_size", b"sequence_length")
+        ]
         if not all(factors):
             return None
         return math.prod(int(number[:9]) for match in factors for number in match[1].split(b"*"))
@@ -153,7 +190,7 @@ class Run:
         target = self.hyperparameters.get("target_loss", 3.28)
         return float(target) if isinstance(target, (int, float)) else 3.28
 
-    # What it reached --------------------------------------------------------------------------------------
+    # What it reached ------------------------------------------------------------------------------
 
     @cached_property
     def last_validation(self) -> Point | None:
@@ -162,7 +199,7 @@ class Run:
         while (at := self.body.rfind(b"val_loss:", 0, end)) >= 0:
             start = self.body.rfind(b"\n", 0, at) + 1
             line_end = self.body.find(b"\n", at)
-            line = self.body[start:line_end if line_end >= 0 else len(self.body)]
+            line = self.body[start : line_end if line_end >= 0 else len(self.body)]
             if (match := STEP_LINE.match(line)) and "val_loss" in (fields := step_fields(match[3])):
                 return as_point(match, fields)
             end = start
@@ -194,14 +231,14 @@ class Run:
     def train_time_ms(self) -> float | None:
         return self.last_point.time_ms if self.last_point else None
 
-    @cached_property
+    @property
     def step_time_ms(self) -> float | None:
-        """The average that the run itself gave in its last line; historical ones leave ten steps out."""
-        averages = re.findall(rb"step_avg:([\d.]+)ms", self.body[-2000:])
-        number = to_number(averages[-1]) if averages else None
-        if number is not None or self.train_time_ms is None or not self.last_point.step:
-            return number
-        return self.train_time_ms / self.last_point.step
+        last = self.last_point
+        if last is None or last.step == 0:
+            return None
+        if last.step_ms is not None and math.isfinite(last.step_ms):
+            return last.step_ms
+        return last.time_ms / last.step if last.time_ms is not None else None
 
     @cached_property
     def points(self) -> list[Point]:
@@ -209,13 +246,17 @@ class Run:
         return [as_point(match, step_fields(match[3])) for match in STEP_LINE.finditer(self.body)]
 
     def curve(self, kind: str) -> list[tuple[int, float, float | None]]:
-        """(step, loss, ms) of each line with this loss; the times before a restart of the clock are None.
+        """(step, loss, ms) of each line with this loss.
 
-        The historical runs count ten steps of warm-up, then set their clock back to zero.
+        The historical runs count ten steps of warm-up, then set their clock back to zero: the times
+        before that are None.
         """
         times = [point.time_ms for point in self.points]
-        falls = [number for number in range(1, len(times)) if None not in times[number - 1:number + 1]
-                 and times[number] < times[number - 1]]
+        falls = [
+            number
+            for number in range(1, len(times))
+            if None not in times[number - 1 : number + 1] and times[number] < times[number - 1]
+        ]
         restart = falls[-1] if falls else 0
         found = []
         for number, point in enumerate(self.points):
@@ -226,8 +267,11 @@ class Run:
         return found
 
     def time_to(self, target: float) -> float | None:
-        """Training ms until the validation loss was at the target, on the straight line between the two
-        validations around it; the time of the first validation if that is below already; None if never."""
+        """Training ms until the validation loss was at the target; None if never.
+
+        On the straight line between the two validations around it; the time of the first validation
+        if that is below the target already.
+        """
         before = None
         for _, loss, time_ms in self.curve("val_loss"):
             if time_ms is None or math.isnan(loss):
@@ -237,13 +281,16 @@ class Run:
                 if before is None:
                     return time_ms
                 loss_before, time_before = before
-                return time_before + (time_ms - time_before) * (loss_before - target) / (loss_before - loss)
+                return time_before + (time_ms - time_before) * (loss_before - target) / (
+                    loss_before - loss
+                )
             before = loss, time_ms
         return None
 
     @cached_property
     def metrics(self) -> list[dict]:
-        """The steps of metrics.jsonl beside the log, with losses in full precision; empty without it."""
+        """The steps of metrics.jsonl beside the log, with losses in full precision; empty without
+        it."""
         path = self.path.with_name("metrics.jsonl")
         if self.path.name != "log.txt" or not path.is_file():
             return []
@@ -287,7 +334,13 @@ def step_fields(rest: bytes) -> dict[str, float]:
 
 
 def as_point(match: re.Match, fields: dict[str, float]) -> Point:
-    return Point(int(match[1]), fields.get("train_loss"), fields.get("val_loss"), fields.get("train_time"))
+    return Point(
+        int(match[1]),
+        fields.get("train_loss"),
+        fields.get("val_loss"),
+        fields.get("train_time"),
+        fields.get("step_avg"),
+    )
 
 
 def read_bounded(path: Path) -> bytes:
@@ -296,8 +349,10 @@ def read_bounded(path: Path) -> bytes:
             raise UserError(f"{clean(str(path))}: no such log; give a log file or a folder of logs")
         size = path.stat().st_size
         if size > LARGEST_LOG:
-            raise UserError(f"{clean(str(path))}: {size / 2**20:,.0f} MiB is no log; the largest that is read "
-                            f"has {LARGEST_LOG // 2**20} MiB")
+            raise UserError(
+                f"{clean(str(path))}: {size / 2**20:,.0f} MiB is no log; the largest that is read "
+                f"has {LARGEST_LOG // 2**20} MiB"
+            )
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{clean(str(path))}: cannot be read ({error.strerror})") from None
@@ -321,8 +376,10 @@ def read_log(path: str | Path) -> Run:
         body = ANSI_CODE.sub(b"", body)
     body = without_cut_line(body)
     if not STEP_LINE.search(body):
-        raise UserError(f"{shown}: no step lines in it (step:N/M val_loss:… train_time:…ms); the run has not "
-                        "begun, or this is no log")
+        raise UserError(
+            f"{shown}: no step lines in it (step:N/M val_loss:… train_time:…ms); the run has not "
+            "begun, or this is no log"
+        )
     sha256 = hashlib.sha256(source).hexdigest() if source is not None else None
     if source is not None and (stored := STORED_SOURCE.fullmatch(source.strip())):
         source, sha256 = stored_source(path, stored[1].decode())
@@ -341,12 +398,13 @@ def split_log(data: bytes) -> tuple[bytes | None, str, bytes]:
     first_step = STEP_LINE.search(data, start)
     if header_end < 0 or (first_step and first_step.start() < header_end):
         header_end = body_start = first_step.start() if first_step else len(data)
-    header = ANSI_CODE.sub(b"", data[start:max(start, header_end)][:10**6])
+    header = ANSI_CODE.sub(b"", data[start : max(start, header_end)][: 10**6])
     return data[:source_end], header.decode("utf-8", errors="replace"), data[body_start:]
 
 
 def without_cut_line(body: bytes) -> bytes:
-    """Without the last line of a run that is still going on, unless nothing of it can be missing."""
+    """Without the last line of a run that is still going on, unless nothing of it can be
+    missing."""
     if not body or body.endswith(b"\n"):
         return body
     start = body.rfind(b"\n") + 1
@@ -354,7 +412,8 @@ def without_cut_line(body: bytes) -> bytes:
 
 
 def stored_source(path: Path, sha256: str) -> tuple[bytes | None, str]:
-    """The source that a record's folder keeps once for all its logs; None if it is not the one they name."""
+    """The source that a record's folder keeps once for all its logs; None if it is not the one they
+    name."""
     stored = path.with_name(SOURCE_FILE)
     source = read_bounded(stored) if stored.is_file() else None
     if source is not None and hashlib.sha256(source).hexdigest() != sha256:
@@ -397,16 +456,22 @@ def read_logs(paths: list[str | Path], warn) -> list[Run]:
 
 
 def latest_log(folder: Path) -> Path:
-    logs = sorted(folder.rglob("log.txt"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
+    logs = (
+        sorted(folder.rglob("log.txt"), key=lambda path: path.stat().st_mtime)
+        if folder.is_dir()
+        else []
+    )
     if not logs:
         raise UserError(f"{folder}: no run there yet; ./run.sh makes one, or name a log")
     return logs[-1]
 
 
-# Are these the same experiment? ---------------------------------------------------------------------------
+# Are these the same experiment? -------------------------------------------------------------------
+
 
 def configuration(run: Run) -> dict[str, str]:
-    """Everything that must agree between the runs of a record, seed and output aside, as text by name."""
+    """Everything that must agree between the runs of a record, seed and output aside, as text by
+    name."""
     found = {"source": run.source_sha256 or "unknown"}
     ignored = SEED_AND_OUTPUT | ({"train_files", "val_files"} if run.shards else set())
     for name, value in run.hyperparameters.items():

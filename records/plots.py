@@ -1,4 +1,6 @@
-"""Pictures for a README: a transparent background, and colours that can be read on white and on black."""
+"""Pictures for a README: a transparent background, and colours that can be read on white and on
+black."""
+
 import csv
 import datetime
 import math
@@ -11,12 +13,11 @@ matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "train_gpt"  # the same picture gives the same file
 import matplotlib.dates
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
 from logs import Run, UserError, group_runs
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from stats import mean
 
-INK = "#7c8087"         # as far from white as from GitHub's dark background
+INK = "#7c8087"  # as far from white as from GitHub's dark background
 COLOURS = ("#3d86d8", "#e0712c", "#2f9e62", "#a565d6", "#d64550", "#1e9aa8", "#b58a12", "#d8579a")
 HEIGHT = {"one": 4.3, "two": 5.6}  # inches, at a width of 8: the size of a README's column
 AXES = {"time": "training time (s)", "tokens": "tokens", "steps": "steps"}
@@ -59,7 +60,8 @@ def legend(axis, location: str = "upper right") -> None:
         axis.legend(frameon=False, labelcolor=INK, fontsize=10, loc=location)
 
 
-# Curves ---------------------------------------------------------------------------------------------------
+# Curves -------------------------------------------------------------------------------------------
+
 
 def positions(run: Run, kind: str, x: str) -> dict[int, tuple[float, float]]:
     """step → (place on the x axis, loss); what has no place there is left out."""
@@ -82,7 +84,9 @@ def mean_curve(runs: list[Run], kind: str, x: str) -> list[tuple[float, float, f
     found = []
     for step in sorted(common):
         losses = [curve[step][1] for curve in curves]
-        found.append((mean([curve[step][0] for curve in curves]), mean(losses), min(losses), max(losses)))
+        found.append(
+            (mean([curve[step][0] for curve in curves]), mean(losses), min(losses), max(losses))
+        )
     return found
 
 
@@ -93,7 +97,7 @@ def smoothed(curve: list[tuple], window: float = 0.04) -> list[tuple]:
     for number, (place, *_) in enumerate(curve):
         before = min(half, number)  # symmetric at the start, where the loss falls fast
         after = before if number < half else half
-        around = curve[number - before:number + after + 1]
+        around = curve[number - before : number + after + 1]
         found.append((place, *(mean([point[column] for point in around]) for column in (1, 2, 3))))
     return found
 
@@ -109,14 +113,21 @@ def group_label(runs: list[Run]) -> str:
 
 
 def draw_group(axis, runs: list[Run], x: str, colour: str, label: str) -> list[tuple]:
-    """Validation as a line, or as one dot if there is but one; the training loss faintly. Returns a curve."""
+    """Validation as a line, or as one dot if there is but one; the training loss faintly. Returns a
+    curve."""
     validation = mean_curve(runs, "val_loss", x)
     training = smoothed(mean_curve(runs, "train_loss", x))
     has_line = len(validation) > 2
     if training:
         places, losses, lowest, highest = zip(*training)
-        axis.plot(places, losses, color=colour, linewidth=1.0 if has_line else 1.6, alpha=0.45 if has_line else 0.9,
-                  label=None if has_line else f"{label}, training loss")
+        axis.plot(
+            places,
+            losses,
+            color=colour,
+            linewidth=1.0 if has_line else 1.6,
+            alpha=0.45 if has_line else 0.9,
+            label=None if has_line else f"{label}, training loss",
+        )
         if len(runs) > 1 and not has_line:
             axis.fill_between(places, lowest, highest, color=colour, alpha=0.2, linewidth=0)
     if has_line:
@@ -126,28 +137,61 @@ def draw_group(axis, runs: list[Run], x: str, colour: str, label: str) -> list[t
             axis.fill_between(places, lowest, highest, color=colour, alpha=0.25, linewidth=0)
     elif validation:
         place, loss, lowest, highest = validation[-1]
-        axis.errorbar([place], [loss], [[loss - lowest], [highest - loss]], color=colour, marker="o", markersize=6,
-                      capsize=3 if len(runs) > 1 else 0, linestyle="", label=f"{label}, validation loss")
+        axis.errorbar(
+            [place],
+            [loss],
+            [[loss - lowest], [highest - loss]],
+            color=colour,
+            marker="o",
+            markersize=6,
+            capsize=3 if len(runs) > 1 else 0,
+            linestyle="",
+            label=f"{label}, validation loss",
+        )
     return validation if has_line or not training else training + validation
 
 
 def mark_target(axis, groups: list[list[Run]], x: str, target: float, colours: list[str]) -> None:
     """The target line, and a diamond where the mean of each group reaches it."""
     axis.axhline(target, color=INK, linewidth=1.1, linestyle=(0, (5, 3)))
-    axis.annotate(f"target {target:g}", (0, target), xycoords=("axes fraction", "data"), xytext=(4, 4),
-                  textcoords="offset points", color=INK, fontsize=10)
+    axis.annotate(
+        f"target {target:g}",
+        (0, target),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 4),
+        textcoords="offset points",
+        color=INK,
+        fontsize=10,
+    )
     for runs, colour in zip(groups, colours):
         place = crossing(mean_curve(runs, "val_loss", x), target)
         if place is None:
             continue
-        axis.plot([place], [target], marker="D", markersize=7, color=colour, markeredgecolor=INK, clip_on=False,
-                  zorder=5)
-        axis.annotate(show_place(place, x), (place, target), xytext=(0, -16), textcoords="offset points",
-                      color=colour, fontsize=10, ha="center", fontweight="bold")
+        axis.plot(
+            [place],
+            [target],
+            marker="D",
+            markersize=7,
+            color=colour,
+            markeredgecolor=INK,
+            clip_on=False,
+            zorder=5,
+        )
+        axis.annotate(
+            show_place(place, x),
+            (place, target),
+            xytext=(0, -16),
+            textcoords="offset points",
+            color=colour,
+            fontsize=10,
+            ha="center",
+            fontweight="bold",
+        )
 
 
 def crossing(curve: list[tuple], target: float) -> float | None:
-    """Where a curve reaches the target, between the validations around it; None with but one validation."""
+    """Where a curve reaches the target, between the validations around it; None with but one
+    validation."""
     for (place_before, before, *_), (place, loss, *_) in zip(curve, curve[1:]):
         if before > target >= loss:
             return place_before + (place - place_before) * (before - target) / (before - loss)
@@ -185,7 +229,9 @@ def plot_runs(runs: list[Run], x: str, target: float, output: Path) -> None:
     if x not in AXES:
         raise UserError(f"--x={x}: expected one of {', '.join(AXES)}")
     if x == "tokens" and not any(run.batch_tokens for run in runs):
-        raise UserError("--x=tokens: these logs do not say how many tokens a step takes; give --x=steps")
+        raise UserError(
+            "--x=tokens: these logs do not say how many tokens a step takes; give --x=steps"
+        )
     groups = group_runs(runs)
     if not groups:
         raise UserError("no runs to draw")
@@ -194,10 +240,15 @@ def plot_runs(runs: list[Run], x: str, target: float, output: Path) -> None:
         target = targets.pop() if len(targets) == 1 else None
     figure, (axis,) = new_figure()
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(groups))]
-    curves = [draw_group(axis, group, x, colour, group_label(group)) for group, colour in zip(groups, colours)]
+    curves = [
+        draw_group(axis, group, x, colour, group_label(group))
+        for group, colour in zip(groups, colours)
+    ]
     if not any(curves):
         plt.close(figure)
-        raise UserError(f"{runs[0].name}: no loss with a {x} beside it yet; wait, or give another --x")
+        raise UserError(
+            f"{runs[0].name}: no loss with a {x} beside it yet; wait, or give another --x"
+        )
     if target is not None:
         mark_target(axis, groups, x, target, colours)
     zoom(axis, curves, target)
@@ -210,10 +261,15 @@ def plot_runs(runs: list[Run], x: str, target: float, output: Path) -> None:
 
 
 def plot_overlay(published: Run, here: Run, preset: str, same_data: bool, output: Path) -> None:
-    """A published curve and the same system run here: one panel on the same data, else one each, since losses
-    per byte and per token cannot share an axis."""
+    """A published curve and the same system run here.
+
+    In one panel on the same data, else in one each: losses per byte and per token share no axis.
+    """
     figure, axes = new_figure(1 if same_data else 2)
-    labels = [f"{preset}, published (8×H100)", f"{preset}, here ({here.hardware or 'unknown hardware'})"]
+    labels = [
+        f"{preset}, published (8×H100)",
+        f"{preset}, here ({here.hardware or 'unknown hardware'})",
+    ]
     for number, (run, label) in enumerate(zip((published, here), labels)):
         axis = axes[0] if same_data else axes[number]
         curve = draw_group(axis, [run], "steps", COLOURS[number], label)
@@ -224,17 +280,26 @@ def plot_overlay(published: Run, here: Run, preset: str, same_data: bool, output
     save(figure, output)
 
 
-# Record times ---------------------------------------------------------------------------------------------
+# Record times -------------------------------------------------------------------------------------
+
 
 def read_history(records: Path) -> list[dict]:
-    """The published records of history.csv and the proven ones of the record folders: date, track, name, seconds."""
+    """The published records of history.csv and the proven ones of the record folders: date, track,
+    name, seconds."""
     from folders import read_records
+
     with open(records / "history.csv", encoding="utf-8", newline="") as file:
         found = [row | {"seconds": float(row["seconds"])} for row in csv.DictReader(file)]
     for record in read_records(records):
         if record.verdict.proven and record.verdict.times_s:
-            found.append({"date": record.date, "track": f"{record.track}, target {record.verdict.target:g}",
-                          "name": record.name, "seconds": mean(record.verdict.times_s)})
+            found.append(
+                {
+                    "date": record.date,
+                    "track": f"{record.track}, target {record.verdict.target:g}",
+                    "name": record.name,
+                    "seconds": mean(record.verdict.times_s),
+                }
+            )
     return sorted(found, key=lambda row: row["date"])
 
 
@@ -247,7 +312,16 @@ def plot_history(records: Path, output: Path) -> None:
         own = [row for row in rows if row["track"] == track]
         dates = [datetime.date.fromisoformat(row["date"]) for row in own]
         seconds = [row["seconds"] for row in own]
-        axis.plot(dates, seconds, linewidth=1.4, linestyle=":", marker="o", markersize=6.5, color=colour, label=track)
+        axis.plot(
+            dates,
+            seconds,
+            linewidth=1.4,
+            linestyle=":",
+            marker="o",
+            markersize=6.5,
+            color=colour,
+            label=track,
+        )
         label_points(axis, dates, own, colour)
     axis.set_yscale("log")
     low, high = min(row["seconds"] for row in rows), max(row["seconds"] for row in rows)
@@ -268,6 +342,13 @@ def label_points(axis, dates: list, rows: list[dict], colour: str) -> None:
     for number in {0, len(rows) - 1}:
         row = rows[number]
         first = number == 0 and len(rows) > 1
-        axis.annotate(f"{row['name']}\n{row['seconds']:.1f} s", (dates[number], row["seconds"]),
-                      xytext=(8, 4) if first else (-8, -5), textcoords="offset points", color=colour, fontsize=9,
-                      ha="left" if first else "right", va="bottom" if first else "top")
+        axis.annotate(
+            f"{row['name']}\n{row['seconds']:.1f} s",
+            (dates[number], row["seconds"]),
+            xytext=(8, 4) if first else (-8, -5),
+            textcoords="offset points",
+            color=colour,
+            fontsize=9,
+            ha="left" if first else "right",
+            va="bottom" if first else "top",
+        )

@@ -1,27 +1,31 @@
-"""Records: run them, check them, compare, replay and draw them. Started as ./run.sh records COMMAND …
+"""Records: run, check, compare, replay and draw them. Started as ./run.sh records COMMAND …
 
   run [--seeds=5] [--folder=DIR] [--script=FILE] [--name=value …]
-        one run per seed, one after another; skips those already done; ends with the statistics of verify.
-        --name=value are hyperparameters of the script, train_gpt.py unless another is given
+        one run per seed, one after another; skips those already done; ends with the statistics of
+        verify. --name=value are hyperparameters of the script, by default train_gpt.py
   table [LOG|DIR …] [--json] [--csv]
         a row per run; without arguments, the runs in logs/
   verify LOG|DIR … [--target=LOSS]
-        is the mean of the final losses proven to be at or below the target (p < 0.01)? Exit 0 only if so
-  compare A B [--pairs=5] [--until=decided --minutes=60] [--options="--name=value …"] [--target=LOSS]
-        two configurations in turn on this machine, and the differences with confidence intervals.
-        A configuration is a script, a git revision, a log (its hyperparameters with the source of this
-        repository), each with or without options: "HEAD~3 --muon_rate=0.04"; or options of train_gpt.py alone
+        is the mean of the final losses proven to be at or below the target (p < 0.01)? Exit 0 if so
+  compare A B [--pairs=5] [--target=LOSS] [--options="--name=value …"]
+  compare A B --until=decided [--minutes=60] …
+        two configurations in turn on this machine: their differences with confidence intervals.
+        A configuration is a script, a git revision, a log (its hyperparameters, with the source of
+        this repository), each with or without options: "HEAD~3 --muon_rate=0.04"; or options of
+        train_gpt.py alone. --options are for both
   replay LOG [--steps=N] [--yes] [--extract=FILE] [-o FILE.png]
         shows the program that a log holds, asks, runs it again and compares the curves
   plot [LOG|DIR …] [--x=time|tokens|steps] [--target=LOSS] [-o FILE.png|svg]
-        loss curves; without arguments, of the latest run. plot --history: record times by date
+        loss curves into logs/plot.png; without arguments, of the latest run, finished or not.
+        plot --history: record times by date
   new NAME LOG|DIR … [--change=TEXT] [--date=YYYY-MM-DD]
-        makes records/YYYY-MM-DD_NAME of finished runs: README.md with the statistics, the logs, a picture
+        makes records/YYYY-MM-DD_NAME of finished runs: README.md with statistics, logs, picture
   leaderboard [--check]
-        rewrites the table in README.md from the folders of records/; --check only says whether it is stale
+        rewrites the table in README.md from the folders of records/; --check says if it is stale
 
 records/README.md has the rules.
 """
+
 import csv
 import difflib
 import json
@@ -31,7 +35,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # for whoever imports this file by its path
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent)
+)  # for whoever imports this file by its path
 
 from logs import Run, UserError, each_log, latest_log, read_logs
 from verdict import report, verify_runs
@@ -39,11 +45,13 @@ from verdict import report, verify_runs
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# The command line -----------------------------------------------------------------------------------------
+# The command line ---------------------------------------------------------------------------------
+
 
 @dataclass
 class Arguments:
     """What a command was given: plain words, its own options, and options for the trainer."""
+
     words: list[str]
     options: dict
     passed_on: list[str]
@@ -52,7 +60,7 @@ class Arguments:
 def parse(arguments: list[str], own: dict, others: str = "refuse") -> Arguments:
     """`own`: each option's default, whose type is the option's; None for a text, nan for a number.
 
-    `others`: what to do with options that are not the command's own: refuse, pass on, or take as words.
+    `others`: what to do with options that are not the command's own: refuse, pass on, or words.
     """
     words, passed_on = [], []
     options = dict(own)
@@ -112,7 +120,8 @@ def refuse_unreadable(sentence: str) -> None:
     raise UserError(sentence)
 
 
-# table ----------------------------------------------------------------------------------------------------
+# table --------------------------------------------------------------------------------------------
+
 
 def table_row(run: Run) -> dict:
     """Numbers as numbers; what the log does not say is None."""
@@ -145,20 +154,40 @@ def show_cell(name: str, row: dict) -> str:
     if name == "commit":
         return value[:8] + ("+" if "dirty" in value else "")
     formats = {"tokens": "{:,}", "loss": "{:.4f}", "train_s": "{:.1f}", "step_ms": "{:.2f}"}
-    return formats[name].format(value) if name in formats and not isinstance(value, str) else str(value)
+    return (
+        formats[name].format(value)
+        if name in formats and not isinstance(value, str)
+        else str(value)
+    )
 
 
 def print_table(rows: list[dict]) -> None:
-    headings = {"date": "date", "name": "name", "steps": "steps", "tokens": "tokens", "loss": "val loss",
-                "train_s": "train s", "step_ms": "step ms", "hardware": "hardware", "torch": "torch",
-                "seed": "seed", "commit": "commit"}
+    headings = {
+        "date": "date",
+        "name": "name",
+        "steps": "steps",
+        "tokens": "tokens",
+        "loss": "val loss",
+        "train_s": "train s",
+        "step_ms": "step ms",
+        "hardware": "hardware",
+        "torch": "torch",
+        "seed": "seed",
+        "commit": "commit",
+    }
     numbers = {"steps", "tokens", "loss", "train_s", "step_ms", "seed"}
-    cells = [list(headings.values())] + [[show_cell(name, row) for name in headings] for row in rows]
+    cells = [list(headings.values())] + [
+        [show_cell(name, row) for name in headings] for row in rows
+    ]
     widths = [max(len(line[column]) for line in cells) for column in range(len(headings))]
     for line in cells:
         columns = zip(headings, line, widths)
-        print("  ".join(text.rjust(width) if name in numbers else text.ljust(width)
-                        for name, text, width in columns).rstrip())
+        print(
+            "  ".join(
+                text.rjust(width) if name in numbers else text.ljust(width)
+                for name, text, width in columns
+            ).rstrip()
+        )
 
 
 def table(arguments: list[str]) -> int:
@@ -175,7 +204,8 @@ def table(arguments: list[str]) -> int:
     return 0 if rows else 2
 
 
-# verify, run, compare, replay, plot, new, leaderboard -----------------------------------------------------
+# verify, run, compare, replay, plot, new, leaderboard ---------------------------------------------
+
 
 def verify(arguments: list[str]) -> int:
     given = parse(arguments, {"target": math.nan})
@@ -188,6 +218,7 @@ def verify(arguments: list[str]) -> int:
 
 def run_seeds(arguments: list[str]) -> int:
     from trials import run_all_seeds
+
     given = parse(arguments, {"seeds": 5, "folder": None, "script": None}, "pass on")
     need_words(given, 0, 0, "options only")
     folder = run_all_seeds(given.options, given.passed_on)
@@ -197,15 +228,22 @@ def run_seeds(arguments: list[str]) -> int:
 
 def compare(arguments: list[str]) -> int:
     from compare import compare_configurations
+
     own = {"pairs": 5, "until": None, "minutes": 60.0, "options": None, "target": math.nan}
     given = parse(arguments, own, "words")  # options of the trainer are a configuration
-    need_words(given, 2, 2, "two configurations, the options of one together in quotes, and "
-               + ", ".join(f"--{name}" for name in own))
+    need_words(
+        given,
+        2,
+        2,
+        "two configurations, the options of one together in quotes, and "
+        + ", ".join(f"--{name}" for name in own),
+    )
     return compare_configurations(*given.words, given.options)
 
 
 def replay(arguments: list[str]) -> int:
     from replay import replay_log
+
     given = parse(arguments, {"steps": 0, "yes": False, "extract": None, "output": None})
     need_words(given, 1, 1, "one log")
     return replay_log(given.words[0], given.options)
@@ -213,8 +251,12 @@ def replay(arguments: list[str]) -> int:
 
 def plot(arguments: list[str]) -> int:
     from plots import plot_history, plot_runs
+
     given = parse(arguments, {"x": "time", "target": math.nan, "history": False, "output": None})
-    output = Path(given.options["output"] or "plot.png")
+    name = "history.png" if given.options["history"] else "plot.png"
+    output = Path(given.options["output"] or ROOT / "logs" / name)
+    if not given.options["output"]:
+        output.parent.mkdir(exist_ok=True)
     if given.options["history"]:
         plot_history(ROOT / "records", output)
     else:
@@ -226,6 +268,7 @@ def plot(arguments: list[str]) -> int:
 
 def new(arguments: list[str]) -> int:
     from folders import make_record
+
     given = parse(arguments, {"change": None, "date": None})
     need_words(given, 2, math.inf, "a name, then the record's logs or their folder")
     name, *paths = given.words
@@ -235,13 +278,22 @@ def new(arguments: list[str]) -> int:
 
 def leaderboard(arguments: list[str]) -> int:
     from folders import update_leaderboard
+
     given = parse(arguments, {"check": False})
     need_words(given, 0, 0, "no arguments")
     return update_leaderboard(ROOT / "README.md", ROOT / "records", given.options["check"])
 
 
-COMMANDS = {"run": run_seeds, "table": table, "verify": verify, "compare": compare, "replay": replay,
-            "plot": plot, "new": new, "leaderboard": leaderboard}
+COMMANDS = {
+    "run": run_seeds,
+    "table": table,
+    "verify": verify,
+    "compare": compare,
+    "replay": replay,
+    "plot": plot,
+    "new": new,
+    "leaderboard": leaderboard,
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,8 +1,9 @@
 """The statistics of a record, in plain Python: tests/records holds them against SciPy.
 
-Student's t by the incomplete beta function, its quantiles by bisection, the power of a t-test by a numerical
-integral, and a confidence sequence for a comparison that is looked at after every pair of runs.
+Student's t by the incomplete beta function, its quantiles by bisection, the power of a t-test by a
+numerical integral, and a confidence sequence for a comparison that is looked at after every pair.
 """
+
 import math
 from dataclasses import dataclass
 
@@ -24,15 +25,17 @@ def normal_cdf(x: float) -> float:
 
 
 def incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
-    """The regularized incomplete beta function at x; `rest` is 1 − x, given apart to lose no digits."""
+    """The regularized incomplete beta function at x; `rest` is 1 − x, given apart to lose no
+    digits."""
     if x <= 0:
         return 0.0
     if rest <= 0:
         return 1.0
     if x > (a + 1) / (a + b + 2):  # the continued fraction converges fast on the other side only
         return 1 - incomplete_beta(b, a, rest, x)
-    log_front = (math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-                 + a * math.log(x) + b * math.log(rest))
+    log_front = (
+        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)
+    )
     return math.exp(log_front) / (a * beta_fraction(a, b, x))
 
 
@@ -62,9 +65,11 @@ def beta_fraction(a: float, b: float, x: float) -> float:
 def student_cdf(t: float, freedom: float) -> float:
     """P(T ≤ t) for Student's t, right to the last digits far out in the tails too."""
     if math.isinf(t):
-        return float(t > 0)
+        return 1.0 if t > 0 else 0.0
     square = t * t
-    tail = 0.5 * incomplete_beta(freedom / 2, 0.5, freedom / (freedom + square), square / (freedom + square))
+    tail = 0.5 * incomplete_beta(
+        freedom / 2, 0.5, freedom / (freedom + square), square / (freedom + square)
+    )
     return tail if t < 0 else 1 - tail
 
 
@@ -88,11 +93,13 @@ def student_quantile(probability: float, freedom: float) -> float:
     return (low + high) / 2
 
 
-# Is the mean at or below the target? ----------------------------------------------------------------------
+# Is the mean at or below the target? --------------------------------------------------------------
+
 
 @dataclass
 class TTest:
     """One-sided t-test against the claim that the mean is above the target."""
+
     number: int
     mean: float
     deviation: float
@@ -116,8 +123,9 @@ def t_test_below(values: list[float], target: float) -> TTest:
 def power(number: int, effect: float, alpha: float) -> float:
     """The chance that `number` runs prove a mean `effect` standard deviations below the target.
 
-    The measured deviation is S times the true one, with number − 1 degrees of freedom; given S, the test
-    succeeds with probability Φ(effect·√number − critical·S). Simpson's rule over the density of S.
+    The measured deviation is S times the true one, with number − 1 degrees of freedom; given S, the
+    test succeeds with probability Φ(effect·√number − critical·S). Simpson's rule over the density
+    of S.
     """
     freedom = number - 1
     critical = student_quantile(1 - alpha, freedom)
@@ -136,12 +144,17 @@ def power(number: int, effect: float, alpha: float) -> float:
     high = 1 + reach
     intervals = 1000
     width = (high - low) / intervals
-    inner = sum((4 if place % 2 else 2) * integrand(low + place * width) for place in range(1, intervals))
+    inner = sum(
+        (4 if place % 2 else 2) * integrand(low + place * width) for place in range(1, intervals)
+    )
     return width / 3 * (integrand(low) + inner + integrand(high))
 
 
-def runs_needed(effect: float, alpha: float = 0.01, chance: float = 0.9, most: int = 10_000) -> int | None:
-    """The fewest runs that prove it with this chance; None if more than `most`, or if nothing can."""
+def runs_needed(
+    effect: float, alpha: float = 0.01, chance: float = 0.9, most: int = 10_000
+) -> int | None:
+    """The fewest runs that prove it with this chance; None if more than `most`, or if nothing
+    can."""
     if not effect > 0 or power(most, effect, alpha) < chance:
         return None
     high = 2
@@ -157,10 +170,12 @@ def runs_needed(effect: float, alpha: float = 0.01, chance: float = 0.9, most: i
     return high
 
 
-# The difference between two configurations ----------------------------------------------------------------
+# The difference between two configurations --------------------------------------------------------
+
 
 def fixed_interval(values: list[float], alpha: float) -> tuple[float, float]:
-    """Student's confidence interval of the mean, for a number of values that was fixed beforehand."""
+    """Student's confidence interval of the mean, for a number of values that was fixed
+    beforehand."""
     if len(values) < 2:
         return -math.inf, math.inf
     middle = mean(values)
@@ -169,20 +184,22 @@ def fixed_interval(values: list[float], alpha: float) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-PRIOR_VARIANCE = 4.0  # of the effect in standard deviations: differences worth stopping for are about two
+PRIOR_VARIANCE = (
+    4.0  # of the effect in standard deviations: differences worth stopping for are about two
+)
 
 
 def sequential_interval(values: list[float], alpha: float) -> tuple[float, float]:
     """A confidence interval of the mean that may be looked at after every value.
 
-    With probability 1 − alpha or more, all the intervals of a growing sample contain the mean at once, so
-    that stopping as soon as one excludes zero keeps the error rate. For a supposed mean m, the ratio of the
-    likelihood of the t statistics under an effect drawn from N(0, g) standard deviations to that under no
-    effect is a martingale whatever the deviation is,
+    With probability 1 − alpha or more, all the intervals of a growing sample contain the mean at
+    once, so that stopping as soon as one excludes zero keeps the error rate. For a supposed mean m,
+    the ratio of the likelihood of the t statistics under an effect drawn from N(0, g) standard
+    deviations to that under no effect is a martingale whatever the deviation is,
         ratio = k^(−1/2) · ((1 + x) / (1 + x/k))^(n/2),  k = 1 + n·g,  x = t²/(n − 1),
-    and by Ville's inequality it ever reaches 1/alpha with probability alpha at most. The interval has those m
-    whose ratio stays below. It holds for normal differences; logarithms of times and losses are near enough,
-    and a test simulates its rate of false positives.
+    and by Ville's inequality it ever reaches 1/alpha with probability alpha at most. The interval
+    has those m whose ratio stays below. It holds for normal differences; those of losses and of
+    logarithms of times are near enough, and a test simulates the rate of false positives.
     """
     number = len(values)
     if number < 2:

@@ -1,4 +1,6 @@
-"""Starting training runs: each in a process of its own, with progress, and so that they can be resumed."""
+"""Starting training runs: each in a process of its own, with progress, and so that they can be
+resumed."""
+
 import collections
 import contextlib
 import hashlib
@@ -25,12 +27,15 @@ SET_BY_US = ("seed", "log_dir", "run_id", "resume")  # options that a run gets f
 @dataclass
 class Configuration:
     """A script and its options: all that makes a training, but for the seed."""
+
     script: Path
     options: list[str]
     source_sha256: str
 
     def key(self) -> str:
-        return hashlib.sha256(json.dumps([self.source_sha256, self.options]).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps([self.source_sha256, self.options]).encode()).hexdigest()[
+            :12
+        ]
 
     def __str__(self) -> str:
         script = self.script
@@ -51,17 +56,22 @@ def configure(script: Path, options: list[str]) -> Configuration:
     return Configuration(script, options, hashlib.sha256(script.read_bytes()).hexdigest())
 
 
-# What a configuration is given as -------------------------------------------------------------------------
+# What a configuration is given as -----------------------------------------------------------------
+
+
+def split_words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise UserError(f"{clean(text)}: its quotes do not match") from None
+
 
 def resolve(text: str, shared_options: list[str], sources: Path) -> Configuration:
-    """A script, a git revision, a log, each with or without options; or options of train_gpt.py alone.
+    """A script, git revision or log, with or without options; or options of train_gpt.py alone.
 
     `sources` is the folder for files of git revisions.
     """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{text}: cannot be read as options ({error}); check its quotes") from None
+    words = split_words(text)
     if not words or words[0].startswith("--"):
         return configure(TRAINER, shared_options + words)
     base, *options = words
@@ -82,17 +92,22 @@ def git(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def checkout(revision: str, sources: Path) -> Path:
-    """train_gpt.py of a revision, with the scripts of data/ that it may call, in a folder of its own."""
+    """train_gpt.py of a revision, with the scripts of data/ that it may call, in a folder of its
+    own."""
     found = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     if found.returncode:
-        raise UserError(f"{clean(revision)}: neither a script, a log nor a git revision; options of "
-                        "train_gpt.py begin with --")
+        raise UserError(
+            f"{clean(revision)}: neither a script, a log nor a git revision; options of "
+            "train_gpt.py begin with --"
+        )
     commit = found.stdout.decode().strip()
     folder = sources / commit[:12]
     if not (folder / "train_gpt.py").is_file():
         archive = git("archive", commit, "train_gpt.py", "data")
         if archive.returncode:
-            raise UserError(f"{clean(revision)}: has no train_gpt.py and data/ that could be compared")
+            raise UserError(
+                f"{clean(revision)}: has no train_gpt.py and data/ that could be compared"
+            )
         unfinished = sources / f"{commit[:12]}.tmp"
         shutil.rmtree(unfinished, ignore_errors=True)
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
@@ -102,7 +117,8 @@ def checkout(revision: str, sources: Path) -> Path:
 
 
 def own_source_of(run: Run, sources: Path) -> Path:
-    """The script of this repository that a log was made with: no source out of a log is run here."""
+    """The script of this repository that a log was made with: no source out of a log is run
+    here."""
     if run.source_sha256 == hashlib.sha256(TRAINER.read_bytes()).hexdigest():
         return TRAINER
     commit = re.match(r"[0-9a-f]{7,64}", run.commit)
@@ -111,39 +127,64 @@ def own_source_of(run: Run, sources: Path) -> Path:
             script = checkout(commit[0], sources)
             if hashlib.sha256(script.read_bytes()).hexdigest() == run.source_sha256:
                 return script
-    raise UserError(f"{run.name}: its source is neither this train_gpt.py nor that of its commit; take it out "
-                    "with `replay LOG --extract=FILE.py`, read it, and compare that file")
+    raise UserError(
+        f"{run.name}: its source is neither this train_gpt.py nor that of its commit; take it out "
+        "with `replay LOG --extract=FILE.py`, read it, and compare that file"
+    )
 
 
 def options_of(run: Run) -> list[str]:
     """The hyperparameters of a log as options, without those about output."""
-    skipped = {*SET_BY_US, "resume_anyway", "save_model", "save_every", "keep_checkpoints", "show",
-               "checkpoint", "sample", "hellaswag"}
+    skipped = {
+        *SET_BY_US,
+        "resume_anyway",
+        "save_model",
+        "save_every",
+        "keep_checkpoints",
+        "show",
+        "checkpoint",
+        "sample",
+        "hellaswag",
+    }
     if not run.hyperparameters:
         raise UserError(f"{run.name}: its log has no hyperparameters to run it with")
-    return [f"--{name}={value}" for name, value in run.hyperparameters.items()
-            if name not in skipped and value is not None]
+    return [
+        f"--{name}={value}"
+        for name, value in run.hyperparameters.items()
+        if name not in skipped and value is not None
+    ]
 
 
-# One run --------------------------------------------------------------------------------------------------
+# One run ------------------------------------------------------------------------------------------
+
 
 def number_of_processes(script: Path, options: list[str]) -> int:
-    """NPROC, or one per GPU, as the launcher counts them; the trainer itself knows what it can use."""
+    """NPROC, or one per GPU, as the launcher counts them; the trainer itself knows what it can
+    use."""
     if os.environ.get("NPROC", "").isdigit():
         return max(1, int(os.environ["NPROC"]))
     if not shutil.which("nvidia-smi"):
         return 1
-    shown = subprocess.run([sys.executable, str(script), "--show", *options], capture_output=True, text=True,
-                           cwd=ROOT)
+    shown = subprocess.run(
+        [sys.executable, str(script), "--show", *options], capture_output=True, text=True, cwd=ROOT
+    )
     found = re.search(r"^gpus=(\d+)", shown.stdout, re.MULTILINE)
     return max(1, int(found[1])) if found else 1
 
 
-def run_once(script: Path, options: list[str], folder: Path, show_line, cwd: Path = ROOT,
-             stop_after: int = 0, threads: str = "") -> Run:
-    """Trains in `folder`; hands every line to `show_line`; raises UserError with the trainer's own sentence.
+def run_once(
+    script: Path,
+    options: list[str],
+    folder: Path,
+    show_line,
+    cwd: Path = ROOT,
+    stop_after: int = 0,
+    threads: str = "",
+) -> Run:
+    """Trains in `folder`; raises UserError with the trainer's own sentence.
 
-    `stop_after` asks the run to stop when it has shown this step; 0: to train to its end.
+    `show_line` gets every line that it prints. `stop_after` asks the run to stop when it has shown
+    this step; 0: to train to its end.
     """
     if any("\0" in option for option in options):
         raise UserError("an option has a zero byte in it, and no program can be given that")
@@ -151,12 +192,26 @@ def run_once(script: Path, options: list[str], folder: Path, show_line, cwd: Pat
     launcher = []
     if processes > 1:  # run.sh knows only one script, and this may be that of another revision
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *launcher, str(script), *options, f"--log_dir={folder.parent}",
-               f"--run_id={folder.name}"]
+    command = [
+        sys.executable,
+        *launcher,
+        str(script),
+        *options,
+        f"--log_dir={folder.parent}",
+        f"--run_id={folder.name}",
+    ]
     last_lines = collections.deque(maxlen=5)
     variables = os.environ | ({"OMP_NUM_THREADS": threads} if threads else {})
-    process = subprocess.Popen(command, cwd=cwd, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, encoding="utf-8", errors="replace")
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
     stopped = False
     try:
         with signals_as_interrupts():
@@ -186,6 +241,7 @@ def run_once(script: Path, options: list[str], folder: Path, show_line, cwd: Pat
 @contextlib.contextmanager
 def signals_as_interrupts():
     """SIGTERM ends this tool as Ctrl-C does, and with it the run that it started."""
+
     def interrupt(number, frame):
         raise KeyboardInterrupt
 
@@ -211,7 +267,7 @@ class Progress:
 
     def __init__(self, runs: int):
         self.runs = runs
-        self.done = 0           # runs
+        self.done = 0  # runs
         self.label = ""
         self.bar = None
         self.terminal = sys.stdout.isatty()
@@ -235,7 +291,10 @@ class Progress:
         step, steps = int(found[1]), int(found[2])
         if self.bar is None:
             from tqdm import tqdm
-            self.bar = tqdm(total=self.runs * steps, initial=self.done * steps, unit="step", dynamic_ncols=True)
+
+            self.bar = tqdm(
+                total=self.runs * steps, initial=self.done * steps, unit="step", dynamic_ncols=True
+            )
         self.bar.set_description(self.label)
         self.bar.update(max(0, self.done * steps + step - self.bar.n))
 
@@ -249,18 +308,28 @@ class Progress:
 
 
 def result_text(run: Run) -> str:
-    seconds = f"{run.train_time_ms / 1000:.1f} s" if run.train_time_ms is not None else "unknown time"
+    seconds = (
+        f"{run.train_time_ms / 1000:.1f} s" if run.train_time_ms is not None else "unknown time"
+    )
     return f"final loss {run.final_loss:.4f} after {seconds} of training"
 
 
-# Several seeds --------------------------------------------------------------------------------------------
+# Several seeds ------------------------------------------------------------------------------------
+
 
 def run_all_seeds(given: dict, options: list[str]) -> Path:
-    """One run per seed in one folder; returns the folder. The same command resumes after an interruption."""
+    """One run per seed in one folder; returns the folder. The same command resumes after an
+    interruption."""
     wanted = configure(Path(given["script"]).resolve() if given["script"] else TRAINER, options)
     folder = Path(given["folder"]) if given["folder"] else ROOT / "logs" / default_name(wanted)
-    claim_folder(folder, {"script": wanted.script.name, "source_sha256": wanted.source_sha256,
-                          "options": wanted.options})
+    claim_folder(
+        folder,
+        {
+            "script": wanted.script.name,
+            "source_sha256": wanted.source_sha256,
+            "options": wanted.options,
+        },
+    )
     progress = Progress(given["seeds"])
     print(f"{wanted}: {given['seeds']} seeds into {folder}", flush=True)
     try:
@@ -269,8 +338,15 @@ def run_all_seeds(given: dict, options: list[str]) -> Path:
             place = folder / f"seed_{seed}"
             run = finished_run(place)
             if run is None:
-                shutil.rmtree(place, ignore_errors=True)  # of an interrupted run, whose clock has stopped
-                run = run_once(wanted.script, [*wanted.options, f"--seed={seed}"], place.absolute(), progress.line)
+                shutil.rmtree(
+                    place, ignore_errors=True
+                )  # of an interrupted run, whose clock has stopped
+                run = run_once(
+                    wanted.script,
+                    [*wanted.options, f"--seed={seed}"],
+                    place.absolute(),
+                    progress.line,
+                )
             progress.finish(run)
     finally:
         progress.close()
@@ -294,9 +370,13 @@ def claim_folder(folder: Path, contents: dict) -> None:
             path.write_text(json.dumps(contents, indent=1) + "\n")
         there = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: cannot be used ({clean(str(error))}); give another --folder") from None
+        raise UserError(
+            f"{folder}: cannot be used ({clean(str(error))}); give another --folder"
+        ) from None
     changed = [name for name in contents if there.get(name) != contents[name]]
     if changed:
         name = changed[0]
-        raise UserError(f"--folder={folder}: holds runs with another {name} ({clean(str(there.get(name)))}); "
-                        "give another folder, or the same command as before")
+        raise UserError(
+            f"--folder={folder}: holds runs with another {name} ({clean(str(there.get(name)))}); "
+            "give another folder, or the same command as before"
+        )

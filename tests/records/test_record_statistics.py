@@ -1,27 +1,31 @@
 """The statistics against SciPy, and the error rate of the sequential test by simulation."""
+
 import math
 
+import made_up_logs  # noqa: F401  (puts records/ on the path)
 import numpy as np
 import pytest
+import stats
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
-
-import made_up_logs  # noqa: F401  (puts records/ on the path)
-import stats
 
 FREEDOM = st.one_of(st.integers(1, 40), st.floats(1, 5000))
 
 
 @given(st.floats(-60, 60), FREEDOM)
 def test_student_cdf(t, freedom):
-    assert stats.student_cdf(t, freedom) == pytest.approx(scipy_stats.t.cdf(t, freedom), rel=1e-9, abs=1e-300)
+    assert stats.student_cdf(t, freedom) == pytest.approx(
+        scipy_stats.t.cdf(t, freedom), rel=1e-9, abs=1e-300
+    )
 
 
 @given(st.floats(0.0005, 0.9995), FREEDOM)
 def test_student_quantile(probability, freedom):
     expected = scipy_stats.t.ppf(probability, freedom)
-    assert stats.student_quantile(probability, freedom) == pytest.approx(expected, rel=1e-8, abs=1e-8)
+    assert stats.student_quantile(probability, freedom) == pytest.approx(
+        expected, rel=1e-8, abs=1e-8
+    )
 
 
 @given(st.lists(st.floats(2.5, 4.0), min_size=2, max_size=30, unique=True), st.floats(3, 3.5))
@@ -33,7 +37,9 @@ def test_one_sided_t_test(values, target):
 
 
 def test_a_sample_without_spread():
-    assert stats.t_test_below([3.0, 3.0], 3.28).p == 0 and stats.t_test_below([3.5, 3.5], 3.28).p == 1
+    assert (
+        stats.t_test_below([3.0, 3.0], 3.28).p == 0 and stats.t_test_below([3.5, 3.5], 3.28).p == 1
+    )
     assert math.isnan(stats.t_test_below([3.0], 3.28).p)
 
 
@@ -60,7 +66,11 @@ def test_runs_needed_are_the_fewest_that_suffice(effect):
 
 
 def test_no_number_of_runs_proves_what_is_not_so():
-    assert stats.runs_needed(0.0) is None and stats.runs_needed(-1.0) is None and stats.runs_needed(math.nan) is None
+    assert (
+        stats.runs_needed(0.0) is None
+        and stats.runs_needed(-1.0) is None
+        and stats.runs_needed(math.nan) is None
+    )
     assert stats.runs_needed(0.001) is None
 
 
@@ -68,8 +78,12 @@ def excludes_zero(samples: np.ndarray, alpha: float, interval) -> float:
     """The part of the samples whose interval excludes zero after any of their values."""
     wrong = 0
     for sample in samples.tolist():
-        wrong += any(not low <= 0 <= high for low, high in
-                     (interval(sample[:number], alpha) for number in range(2, len(sample) + 1)))
+        wrong += any(
+            not low <= 0 <= high
+            for low, high in (
+                interval(sample[:number], alpha) for number in range(2, len(sample) + 1)
+            )
+        )
     return wrong / len(samples)
 
 
@@ -89,8 +103,8 @@ def test_the_sequential_interval_finds_what_is_there():
 
 
 def test_the_sequential_interval_is_where_the_likelihood_ratio_reaches_one_by_alpha():
-    """The formula of its comment, with the ratio of the two densities of t from SciPy: a mixture over the
-    effect of noncentral t against the central one."""
+    """The formula of its docstring against SciPy's densities: noncentral t, mixed over the effect,
+    against central t."""
     values = [0.3, 0.8, -0.1, 0.6, 0.4, 0.9]
     number, alpha = len(values), 0.05
     low, _ = stats.sequential_interval(values, alpha)
