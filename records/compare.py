@@ -40,29 +40,27 @@ class Quantity:
 
 def measure(pairs: list[tuple[Run, Run]], target: float) -> list[Quantity]:
     losses = [(a.final_loss, b.final_loss) for a, b in pairs]
-    quantities = [Quantity("final loss", "lower", "higher", False, losses)]
+    final_loss = Quantity("final loss", "lower", "higher", False, losses)
     if not all(math.isfinite(loss) for pair in losses for loss in pair):
-        quantities[0].missing = "not compared: a final loss is not finite"
+        final_loss.missing = "not compared: a final loss is not finite"
     times = [(a.time_to(target), b.time_to(target)) for a, b in pairs]
     reached = [(a, b) for a, b in times if a and b]
-    quantities.append(Quantity(f"time to {target:g}", "faster", "slower", True, reached))
+    time_to_target = Quantity(f"time to {target:g}", "faster", "slower", True, reached)
     if len(reached) < len(pairs):  # to leave out the pairs that failed would favour who failed
         by_a, by_b = (len([pair for pair in times if pair[side]]) for side in (0, 1))
-        quantities[
-            -1
-        ].missing = f"not compared: reached by A in {by_a}, by B in {by_b} of {len(pairs)} runs"
-    steps = [(a.step_time_ms, b.step_time_ms) for a, b in pairs]
-    quantities.append(
-        Quantity("step time", "faster", "slower", True, [(a, b) for a, b in steps if a and b])
-    )
-    if len(quantities[-1].pairs) < len(pairs):
-        quantities[-1].missing = "not compared: not in the logs"
-    return quantities
+        time_to_target.missing = (
+            f"not compared: reached by A in {by_a}, by B in {by_b} of {len(pairs)} runs"
+        )
+    both = [(a.step_time_ms, b.step_time_ms) for a, b in pairs]
+    known = [(a, b) for a, b in both if a and b]
+    step_time = Quantity("step time", "faster", "slower", True, known)
+    if len(known) < len(pairs):
+        step_time.missing = "not compared: not in the logs"
+    return [final_loss, time_to_target, step_time]
 
 
 def interval_of(quantity: Quantity, sequential: bool) -> tuple[float, float]:
-    """Of the difference, or of the logarithm of the ratio; the error rate is shared by three
-    quantities."""
+    """Of the difference, or of the ratio's logarithm; the three quantities share the error rate."""
     if quantity.missing:
         return -math.inf, math.inf
     interval = sequential_interval if sequential else fixed_interval
@@ -97,16 +95,13 @@ def report_lines(quantities: list[Quantity], sequential: bool) -> list[str]:
         sides = [number(mean([pair[side] for pair in quantity.pairs])) for side in (0, 1)]
         middle = mean(quantity.differences)
         low, high = interval_of(quantity, sequential)
-        if quantity.ratio:
-            change = f"× {math.exp(middle):.4f}"
-            known = (
-                f"{math.exp(low):.4f} to {math.exp(high):.4f}"
-                if math.isfinite(high)
-                else "unknown yet"
-            )
+        change = f"× {math.exp(middle):.4f}" if quantity.ratio else f"{middle:+.4f}"
+        if math.isinf(high):
+            known = "unknown yet"
+        elif quantity.ratio:
+            known = f"{math.exp(low):.4f} to {math.exp(high):.4f}"
         else:
-            change = f"{middle:+.4f}"
-            known = f"{low:+.4f} to {high:+.4f}" if math.isfinite(high) else "unknown yet"
+            known = f"{low:+.4f} to {high:+.4f}"
         rows.append((quantity.name, *sides, change, known, verdict_of(quantity, sequential)))
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
     return [
@@ -126,8 +121,7 @@ class Comparison:
         return self.folder / f"pair_{pair:03d}_{side}"
 
     def run(self, pair: int, progress: Progress) -> tuple[Run, Run]:
-        """Both runs of a pair, those already there included; odd pairs begin with A, even ones with
-        B."""
+        """Both runs of a pair, made or already there; odd pairs begin with A, even ones with B."""
         runs = {}
         for side in "AB" if pair % 2 else "BA":
             progress.start(f"pair {pair} {side}")
@@ -223,8 +217,7 @@ def target_of(pairs: list[tuple[Run, Run]], given: float) -> float:
 def run_until_decided(
     comparison: Comparison, progress: Progress, minutes: float, target: float
 ) -> tuple:
-    """Pairs until an interval excludes zero, or until the next pair would not fit into the
-    minutes."""
+    """Pairs until an interval excludes zero, or the next pair would not fit into the minutes."""
     start = time.monotonic()
     pairs = []
     slowest = 0.0

@@ -22,7 +22,7 @@ LARGEST_LOG = 256 * 2**20  # bytes; a million steps take 70 MB
 SOURCE_FILE = "source.py"  # in a record's folder: the source of all its logs
 STEP_LINE = re.compile(rb"^step:(\d{1,12})/(\d{1,12})((?: [^\n]*)?)$", re.MULTILINE)
 FIELD = re.compile(rb"(\w+):([-+.\w]+)")
-ANSI_CODE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+ANSI_CODE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 COMPLETE_LINE = re.compile(rb"step_avg:(?:nan|[\d.]+)ms$")
 STORED_SOURCE = re.compile(rb"source: source\.py sha256 ([0-9a-f]{64})")
 
@@ -134,8 +134,7 @@ class Run:
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """device, device_name, world_size, threads, torch and modes, as far as the log says
-        them."""
+        """device, device_name, world_size, threads, torch, modes: as far as the log says them."""
         found = {}
         if match := re.search(
             r"PyTorch (\S+?)(?:,| |$)", self.header, re.IGNORECASE | re.MULTILINE
@@ -289,8 +288,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict]:
-        """The steps of metrics.jsonl beside the log, with losses in full precision; empty without
-        it."""
+        """The steps of metrics.jsonl beside the log, with losses in full precision, if any."""
         path = self.path.with_name("metrics.jsonl")
         if self.path.name != "log.txt" or not path.is_file():
             return []
@@ -367,7 +365,7 @@ def read_log(path: str | Path) -> Run:
     shown = clean(str(path))
     if not data:
         raise UserError(f"{shown}: empty; a log begins with the source of its run")
-    if b"\0" in data:
+    if b"\0" in data[:8000]:  # only there: the sample at the end may be any bytes
         raise UserError(f"{shown}: binary, not a log; give the run's log.txt")
     if b"\r\n" in data:
         data = data.replace(b"\r\n", b"\n")
@@ -476,7 +474,7 @@ def configuration(run: Run) -> dict[str, str]:
     ignored = SEED_AND_OUTPUT | ({"train_files", "val_files"} if run.shards else set())
     for name, value in run.hyperparameters.items():
         if name not in ignored:
-            found[name] = clean(repr(value))
+            found[name] = clean(repr(value), 10_000)
     if not run.hyperparameters:
         found["num_steps"] = str(run.total_steps)
     for name, about in run.shards.items():

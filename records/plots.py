@@ -8,14 +8,15 @@ import os
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "train_gpt"  # the same picture gives the same file
 import matplotlib.dates
 import matplotlib.pyplot as plt
-from logs import Run, UserError, group_runs
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from logs import Run, UserError, group_runs
 from stats import mean
+
+matplotlib.use("Agg")  # files only, no window
+matplotlib.rcParams["svg.hashsalt"] = "train_gpt"  # the same picture gives the same file
 
 INK = "#7c8087"  # as far from white as from GitHub's dark background
 COLOURS = ("#3d86d8", "#e0712c", "#2f9e62", "#a565d6", "#d64550", "#1e9aa8", "#b58a12", "#d8579a")
@@ -180,11 +181,11 @@ def mark_target(axis, groups: list[list[Run]], x: str, target: float, colours: l
         axis.annotate(
             show_place(place, x),
             (place, target),
-            xytext=(0, -16),
+            xytext=(-4, -16),
             textcoords="offset points",
             color=colour,
             fontsize=10,
-            ha="center",
+            ha="right",
             fontweight="bold",
         )
 
@@ -304,25 +305,23 @@ def read_history(records: Path) -> list[dict]:
 
 
 def plot_history(records: Path, output: Path) -> None:
-    """Record time against date on a logarithmic scale, a line for each track."""
+    """Record time against date on a logarithmic scale, a line through the best of each track."""
     rows = read_history(records)
     tracks = list(dict.fromkeys(row["track"] for row in rows))
     figure, (axis,) = new_figure()
     for colour, track in zip(COLOURS, tracks):
         own = [row for row in rows if row["track"] == track]
+        best = [row for number, row in enumerate(own) if is_best_so_far(own, number)]
         dates = [datetime.date.fromisoformat(row["date"]) for row in own]
         seconds = [row["seconds"] for row in own]
         axis.plot(
-            dates,
-            seconds,
-            linewidth=1.4,
-            linestyle=":",
-            marker="o",
-            markersize=6.5,
-            color=colour,
-            label=track,
+            dates, seconds, linestyle="", marker="o", markersize=6.5, color=colour, alpha=0.35
         )
-        label_points(axis, dates, own, colour)
+        best_dates = [datetime.date.fromisoformat(row["date"]) for row in best]
+        best_seconds = [row["seconds"] for row in best]
+        style = {"linestyle": ":", "linewidth": 1.4, "marker": "o", "markersize": 6.5}
+        axis.plot(best_dates, best_seconds, color=colour, label=track, **style)
+        label_points(axis, best_dates, best, colour)
     axis.set_yscale("log")
     low, high = min(row["seconds"] for row in rows), max(row["seconds"] for row in rows)
     axis.set_ylim(low / 1.6, high * 1.35)
@@ -335,6 +334,10 @@ def plot_history(records: Path, output: Path) -> None:
     axis.set_ylabel("training time to the target (s)", fontsize=11)
     legend(axis)
     save(figure, output)
+
+
+def is_best_so_far(rows: list[dict], number: int) -> bool:
+    return all(rows[number]["seconds"] < earlier["seconds"] for earlier in rows[:number])
 
 
 def label_points(axis, dates: list, rows: list[dict], colour: str) -> None:

@@ -111,9 +111,7 @@ def replay_log(path: str, given: dict) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="replay_"))
     script = scratch / "train_gpt.py"
     script.write_bytes(run.source)
-    os.symlink(
-        ROOT / "data", scratch / "data"
-    )  # for relative paths to shards, and the scripts beside them
+    os.symlink(ROOT / "data", scratch / "data")  # for relative paths to shards
     again = run_in_scratch(
         script, options, scratch, given["steps"], run.environment.get("threads", "")
     )
@@ -179,10 +177,8 @@ def first_difference(old: dict, new: dict) -> str | None:
 
 def compare_curves(run: Run, again: Run) -> int:
     last_step = min(again.last_point.step, run.last_point.step)
-    if (
-        last_step < again.total_steps
-    ):  # the line of a validation may be missing where the run was stopped
-        last_step -= 1
+    if last_step < again.total_steps:
+        last_step -= 1  # a validation may be missing where the run was stopped
     old, new = losses_of(run, last_step), losses_of(again, last_step)
     if run.shards != again.shards and run.shards:
         print("note: the shards here are not those of the log")
@@ -211,8 +207,7 @@ def compare_curves(run: Run, again: Run) -> int:
 
 
 def siblings_of(run: Run) -> list[Run]:
-    """The other logs of its record: the same program and number of steps, from the folder
-    around."""
+    """The other logs of its record, from the folder around: the same program and length."""
     folder = run.path.parent if run.path.name != "log.txt" else run.path.parent.parent
     found = []
     for path in find_logs([folder]):
@@ -220,18 +215,14 @@ def siblings_of(run: Run) -> list[Run]:
             other = read_log(path)
         except UserError:
             continue
-        if (
-            other.source_sha256 == run.source_sha256
-            and other.total_steps == run.total_steps
-            and other.finished
-        ):
+        same = (other.source_sha256, other.total_steps) == (run.source_sha256, run.total_steps)
+        if same and other.finished and not path.samefile(run.path):
             found.append(other)
     return found
 
 
 def compare_within_spread(run: Run, old: dict, new: dict) -> int:
-    """A new run of the same population lies within this interval of the old ones in 99 of 100
-    cases."""
+    """The log and the new run must both lie where 99 of 100 runs lie by the record's other logs."""
     common = sorted(old.keys() & new.keys())  # at one step, train_loss sorts before val_loss
     if not common:
         raise UserError(
@@ -243,21 +234,18 @@ def compare_within_spread(run: Run, old: dict, new: dict) -> int:
     values = [losses[key] for losses in siblings if key in losses]
     print(f"step {step}: {kind} {old[key]:.4f} in the log, {new[key]:.4f} here")
     if len(values) < 3:
-        print(
-            f"no verdict: {len(values)} logs of this program in its folder, and a spread needs "
-            "three"
-        )
+        print(f"no verdict: a spread needs three other logs of this program; {len(values)} there")
         return 1
     reach = student_quantile(0.995, len(values) - 1) * standard_deviation(values)
     reach *= (1 + 1 / len(values)) ** 0.5
     middle = mean(values)
-    inside = abs(new[key] - middle) <= reach
-    print(
-        f"{'reproduced: within' if inside else 'differs: outside'} {middle:.4f} ± {reach:.4f}, "
-        "where 99 % of "
-        f"new runs lie by the spread of {len(values)} logs"
-    )
-    return 0 if inside else 1
+    known = f"{middle:.4f} ± {reach:.4f}, where 99 % of runs lie by its {len(values)} other logs"
+    for name, loss in (("the log", old[key]), ("the new run", new[key])):
+        if not abs(loss - middle) <= reach:
+            print(f"differs at step {step}: {name} is outside {known}")
+            return 1
+    print(f"reproduced: within {known}")
+    return 0
 
 
 # Historical logs ----------------------------------------------------------------------------------
@@ -275,9 +263,8 @@ def match_preset(run: Run) -> str | None:
         return None
     if run.source is None:
         return run.date if run.date in ("2024-12-08", "2024-12-10") else None
-    counts_blocks = re.search(
-        rb"window\w*_blocks|num_window_blocks", run.source
-    )  # else its window is in tokens
+    # The later one counts its window in blocks, the earlier one in tokens.
+    counts_blocks = re.search(rb"window\w*_blocks|num_window_blocks", run.source)
     return "2024-12-10" if counts_blocks else "2024-12-08"
 
 

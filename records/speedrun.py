@@ -35,10 +35,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent)
-)  # for whoever imports this file by its path
-
 from logs import Run, UserError, each_log, latest_log, read_logs
 from verdict import report, verify_runs
 

@@ -1,5 +1,4 @@
-"""Starting training runs: each in a process of its own, with progress, and so that they can be
-resumed."""
+"""Starting training runs: each in a process of its own, with progress, one folder each."""
 
 import collections
 import contextlib
@@ -33,9 +32,8 @@ class Configuration:
     source_sha256: str
 
     def key(self) -> str:
-        return hashlib.sha256(json.dumps([self.source_sha256, self.options]).encode()).hexdigest()[
-            :12
-        ]
+        contents = json.dumps([self.source_sha256, self.options])
+        return hashlib.sha256(contents.encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
         script = self.script
@@ -92,8 +90,7 @@ def git(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def checkout(revision: str, sources: Path) -> Path:
-    """train_gpt.py of a revision, with the scripts of data/ that it may call, in a folder of its
-    own."""
+    """train_gpt.py of a revision, in a folder of its own with the scripts of data/ beside it."""
     found = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     if found.returncode:
         raise UserError(
@@ -117,8 +114,7 @@ def checkout(revision: str, sources: Path) -> Path:
 
 
 def own_source_of(run: Run, sources: Path) -> Path:
-    """The script of this repository that a log was made with: no source out of a log is run
-    here."""
+    """The script of this repository that a log was made with; a log's own source is not run."""
     if run.source_sha256 == hashlib.sha256(TRAINER.read_bytes()).hexdigest():
         return TRAINER
     commit = re.match(r"[0-9a-f]{7,64}", run.commit)
@@ -159,8 +155,7 @@ def options_of(run: Run) -> list[str]:
 
 
 def number_of_processes(script: Path, options: list[str]) -> int:
-    """NPROC, or one per GPU, as the launcher counts them; the trainer itself knows what it can
-    use."""
+    """NPROC, or one for each GPU that the trainer says it can use."""
     if os.environ.get("NPROC", "").isdigit():
         return max(1, int(os.environ["NPROC"]))
     if not shutil.which("nvidia-smi"):
@@ -295,7 +290,7 @@ class Progress:
             self.bar = tqdm(
                 total=self.runs * steps, initial=self.done * steps, unit="step", dynamic_ncols=True
             )
-        self.bar.set_description(self.label)
+        self.bar.set_description(self.label, refresh=False)
         self.bar.update(max(0, self.done * steps + step - self.bar.n))
 
     def finish(self, run: Run) -> None:
@@ -308,9 +303,8 @@ class Progress:
 
 
 def result_text(run: Run) -> str:
-    seconds = (
-        f"{run.train_time_ms / 1000:.1f} s" if run.train_time_ms is not None else "unknown time"
-    )
+    time_ms = run.train_time_ms
+    seconds = "an unknown time" if time_ms is None else f"{time_ms / 1000:.1f} s"
     return f"final loss {run.final_loss:.4f} after {seconds} of training"
 
 
@@ -318,18 +312,10 @@ def result_text(run: Run) -> str:
 
 
 def run_all_seeds(given: dict, options: list[str]) -> Path:
-    """One run per seed in one folder; returns the folder. The same command resumes after an
-    interruption."""
+    """One run per seed; returns their folder. The same command resumes after an interruption."""
     wanted = configure(Path(given["script"]).resolve() if given["script"] else TRAINER, options)
     folder = Path(given["folder"]) if given["folder"] else ROOT / "logs" / default_name(wanted)
-    claim_folder(
-        folder,
-        {
-            "script": wanted.script.name,
-            "source_sha256": wanted.source_sha256,
-            "options": wanted.options,
-        },
-    )
+    claim_folder(folder, wanted)
     progress = Progress(given["seeds"])
     print(f"{wanted}: {given['seeds']} seeds into {folder}", flush=True)
     try:
@@ -338,15 +324,9 @@ def run_all_seeds(given: dict, options: list[str]) -> Path:
             place = folder / f"seed_{seed}"
             run = finished_run(place)
             if run is None:
-                shutil.rmtree(
-                    place, ignore_errors=True
-                )  # of an interrupted run, whose clock has stopped
-                run = run_once(
-                    wanted.script,
-                    [*wanted.options, f"--seed={seed}"],
-                    place.absolute(),
-                    progress.line,
-                )
+                shutil.rmtree(place, ignore_errors=True)  # an interrupted run's, no good for a time
+                seeded = [*wanted.options, f"--seed={seed}"]
+                run = run_once(wanted.script, seeded, place.absolute(), progress.line)
             progress.finish(run)
     finally:
         progress.close()
@@ -359,8 +339,9 @@ def default_name(wanted: Configuration) -> str:
     return f"{readable}-{wanted.key()[:8]}"
 
 
-def claim_folder(folder: Path, contents: dict) -> None:
+def claim_folder(folder: Path, wanted: Configuration) -> None:
     """Notes in a folder what its runs are, and refuses one that holds runs of something else."""
+    contents = {"source_sha256": wanted.source_sha256, "options": wanted.options}
     path = folder / "configuration.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -368,8 +349,8 @@ def claim_folder(folder: Path, contents: dict) -> None:
             if any(folder.iterdir()):
                 raise UserError(f"--folder={folder}: holds other things already; give a new one")
             path.write_text(json.dumps(contents, indent=1) + "\n")
-        there = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        there = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{folder}: cannot be used ({clean(str(error))}); give another --folder"
         ) from None

@@ -77,6 +77,10 @@ def refuse_repeated(runs: list[Run]) -> None:
             seen[key] = run
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def p_text(p: float) -> str:
     return f"{p:.4f}" if p >= 0.001 else f"{p:.1e}"
 
@@ -106,9 +110,8 @@ def conclusion(verdict: Verdict) -> str:
         return "not proven, and at this spread more than 10,000 runs would be needed"
     more = max(1, needed - test.number)
     return (
-        f"not proven yet: at this mean and spread {more} more run{'s' if more > 1 else ''} would "
-        "decide "
-        "it with a chance of 90 %"
+        f"not proven yet: at this mean and spread {counted(more, 'more run')} would "
+        "decide it with a chance of 90 %"
     )
 
 
@@ -123,9 +126,7 @@ def report(verdict: Verdict) -> str:
     if seeds:
         about.insert(0, f"seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}")
     lines = [
-        f"{len(verdict.runs)} run{'s' if len(verdict.runs) > 1 else ''} of {first.total_steps} "
-        "steps: "
-        f"{'; '.join(about)}",
+        f"{counted(len(verdict.runs), 'run')} of {first.total_steps} steps: {'; '.join(about)}",
         f"validation loss: {spread(verdict.losses, 4)}",
     ]
     if verdict.times_s:

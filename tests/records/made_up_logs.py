@@ -10,15 +10,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "records"
-sys.path.insert(0, str(RECORDS))
 
 SEPARATOR = "=" * 100
 STAND_IN = Path(__file__).with_name("stand_in.py")
-EXAMPLES = (
-    ROOT.parent.parent / "shared" / "logs"
-)  # beside the repository where the project is developed
+# Real logs, beside the repository where the project is developed; a worktree is a level deeper.
+EXAMPLES = ROOT.parent / "shared" / "logs"
 if not EXAMPLES.is_dir():
-    EXAMPLES = ROOT.parent / "shared" / "logs"
+    EXAMPLES = ROOT.parent.parent / "shared" / "logs"
 
 NVIDIA_SMI = "\n".join(
     [

@@ -195,7 +195,9 @@ def test_mistakes_in_a_plot(tmp_path):
     assert ".png or .svg" in made.one_sentence(
         made.in_process("plot", runs, "-o", tmp_path / "a.jpeg")
     )
-    assert "expected one of time" in made.one_sentence(made.in_process("plot", runs, "--x=hours"))
+    assert "expected one of time" in made.one_sentence(
+        made.in_process("plot", runs, "--x=hours", "-o", tmp_path / "a.png")
+    )
     assert "cannot be written" in made.one_sentence(
         made.in_process("plot", runs, "-o", tmp_path / "nowhere/a.png")
     )

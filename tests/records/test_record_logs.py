@@ -188,6 +188,13 @@ def test_a_path_as_the_name_of_a_run_stays_text(tmp_path):
     assert run.name == "run" and not run.metrics
 
 
+def test_a_sample_may_be_any_bytes(tmp_path):
+    """A byte-level model that has learnt little prints zero bytes and halves of terminal codes."""
+    text = made.new_log(LOSSES, source="x = 1\n" * 2000)
+    run = reader(tmp_path, text.encode() + b"sample:\n\0\xff\x1b]\x1b[\r\n\x80\nlog: logs/x\n")
+    assert run.finished and run.final_loss == 1.75 and len(run.points) == 16
+
+
 def test_one_bad_log_among_good_ones_costs_one_line(tmp_path):
     made.write(tmp_path / "a/log.txt", made.new_log(LOSSES))
     made.write(tmp_path / "b/log.txt", b"\0")

@@ -116,7 +116,9 @@ def test_on_another_machine_within_the_spread_of_the_seeds(stand_in):
     for other in log.parent.parent.glob("seed_*/log.txt"):
         other.write_text(re.sub(r"(step:10/10 val_loss:)1\.", r"\g<1>0.", other.read_text()))
     process = start(log, "--yes")
-    assert process.returncode == 1 and "differs: outside" in process.stdout
+    assert (
+        process.returncode == 1 and "differs at step 10: the new run is outside" in process.stdout
+    )
 
 
 def test_without_other_seeds_there_is_no_spread(stand_in):
@@ -124,7 +126,7 @@ def test_without_other_seeds_there_is_no_spread(stand_in):
     edit(log, "(made up)", "(Intel)")
     alone = made.write(log.parents[3] / "alone/run/log.txt", log.read_text())
     process = start(alone, "--yes")
-    assert process.returncode == 1 and "a spread needs three" in process.stdout
+    assert process.returncode == 1 and "a spread needs three other logs" in process.stdout
 
 
 def test_the_first_steps_alone(stand_in):

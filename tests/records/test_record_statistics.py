@@ -2,7 +2,6 @@
 
 import math
 
-import made_up_logs  # noqa: F401  (puts records/ on the path)
 import numpy as np
 import pytest
 import stats

@@ -1,0 +1,6 @@
+"""The modules of records/ on the path."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
