@@ -5,9 +5,10 @@ import math
 import os
 import re
 
-import made_up_logs as made
 import numpy as np
 import pytest
+
+import made_up_logs as made
 from logs import read_log
 
 FINALS = [1.95, 1.97, 1.96, 1.94, 1.955]

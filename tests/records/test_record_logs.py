@@ -3,10 +3,13 @@
 import json
 import math
 import os
+import subprocess
+import sys
 
-import logs
-import made_up_logs as made
 import pytest
+
+import made_up_logs as made
+import logs
 from logs import read_log
 
 
@@ -124,6 +127,17 @@ def test_a_table_reads_no_curve(tmp_path, monkeypatch):
     run = reader(tmp_path, made.new_log(made.falling(2.0, steps=1000)))
     monkeypatch.setattr(logs.Run, "points", property(lambda self: pytest.fail("parsed every step")))
     assert speedrun.table_row(run)["loss"] == 2.0
+
+
+def test_a_table_imports_nothing_heavy(tmp_path):
+    log = made.write(tmp_path / "log.txt", made.new_log(LOSSES))
+    code = (
+        "import sys, speedrun; assert speedrun.main(sys.argv[1:]) == 0; "
+        "assert not {'torch', 'numpy', 'matplotlib', 'tqdm', 'train_gpt'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "table", str(log)]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=made.RECORDS)
+    assert process.returncode == 0, process.stderr
 
 
 def test_the_table_and_its_machine_readable_forms(tmp_path):

@@ -4,10 +4,12 @@ import math
 
 import numpy as np
 import pytest
-import stats
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
+
+import made_up_logs  # noqa: F401  (puts records/ on the path)
+import stats
 
 FREEDOM = st.one_of(st.integers(1, 40), st.floats(1, 5000))
 
