@@ -113,9 +113,7 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-# --------------------------------------------------------------------------------------------------
-# 1  Hyperparameters: edit them here, or give --name=value
-# --------------------------------------------------------------------------------------------------
+# ═══ 1  Hyperparameters: edit them here, or give --name=value ═════════════════════════════════════
 
 @dataclass
 class Hyperparameters:
@@ -311,9 +309,7 @@ def as_dict(hp: Hyperparameters) -> dict:
     return {field.name: getattr(hp, field.name) for field in dataclasses.fields(hp)}
 
 
-# --------------------------------------------------------------------------------------------------
-# 2  Hardware: what follows from the machine
-# --------------------------------------------------------------------------------------------------
+# ═══ 2  Hardware: what follows from the machine ═══════════════════════════════════════════════════
 
 @dataclass
 class Hardware:
@@ -434,9 +430,7 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
                             "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false")
 
 
-# --------------------------------------------------------------------------------------------------
-# 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice
-# --------------------------------------------------------------------------------------------------
+# ═══ 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice ══════
 
 class Shard:
     """A file of 256 int32 (magic, version, number of tokens, zeros) and the tokens as uint16."""
@@ -589,9 +583,7 @@ def nearest_multiple(number: int, unit: int) -> int:
     return max(round(number / unit), 1) * unit
 
 
-# --------------------------------------------------------------------------------------------------
-# 4  Masks and attention: causal ∧ same document ∧ within the window
-# --------------------------------------------------------------------------------------------------
+# ═══ 4  Masks and attention: causal ∧ same document ∧ within the window ═══════════════════════════
 
 def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
     """(tokens, blocks): a query sees keys that are fewer tokens and fewer blocks back. Never empty.
@@ -641,15 +633,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = flex_attention(q, k, v, block_mask=mask.block_mask, kernel_options=mask.flex_options)
         return out[0].transpose(0, 1)
-    if q.device.type == "cpu":
-        return banded_cpu(q, k, v, mask.bias, mask.window)[0]
     span = mask.bias.size(-1)
+    if q.device.type == "cpu":
+        if not torch.compiler.is_compiling():  # a narrow window costs less; a graph has one shape
+            span = min(span, (blocks_back(*mask.window.tolist()) + 1) * BLOCK)
+        return BandedAttention.apply(q, k, v, mask.bias[..., -span:])
     out = F.scaled_dot_product_attention(query_blocks(q), key_bands(k, span), key_bands(v, span),
                                          attn_mask=mask.bias.type_as(q))
     return out.transpose(1, 2).reshape(q.shape)
 
 
-# ---- FlexAttention ----
+# ── FlexAttention ─────────────────────────────────────────────────────────────────────────────────
 
 def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
     """Ordered lists of the partial and of the full blocks, straight from the document counts."""
@@ -691,7 +685,7 @@ def choose_flex_options(gpu, head_bytes: int) -> dict | None:
     return dict.fromkeys(names, side) | dict(num_stages=2, num_warps=4)
 
 
-# ---- banded attention: each block of queries with its own block of keys and those before it ----
+# ── banded attention: each block of queries with its own block of keys and those before it ────────
 
 def band_bias(documents: Tensor, window: Tensor, blocks_back: int) -> Tensor:
     """0 where a query sees a key, −∞ elsewhere: [blocks, 1, BLOCK, span], linear in the sequence.
@@ -727,60 +721,28 @@ def fold_bands(bands: Tensor) -> Tensor:
     return total.flatten(0, 1)
 
 
-def narrow_band(bias: Tensor, window: Tensor) -> Tensor:
-    """The part of the bias that this step's window reaches: a narrow window costs less."""
-    span = (blocks_back(*window.tolist()) + 1) * BLOCK
-    return bias[..., -min(bias.size(-1), span):]
+class BandedAttention(torch.autograd.Function):
+    """On the CPU, where FlexAttention has no backward; autograd's own through the bands is slow."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        span = bias.size(-1)
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query_blocks(q), key_bands(k, span), key_bands(v, span), attn_mask=bias)
+        ctx.save_for_backward(q, k, v, out, logsumexp, bias)
+        return out.transpose(1, 2).reshape(q.shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        q, k, v, out, logsumexp, bias = ctx.saved_tensors
+        span = bias.size(-1)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            query_blocks(grad.contiguous()), query_blocks(q), key_bands(k, span),
+            key_bands(v, span), out, logsumexp, 0.0, False, attn_mask=bias)
+        return dq.transpose(1, 2).reshape(q.shape), fold_bands(dk), fold_bands(dv), None
 
 
-# FlexAttention has no backward on the CPU: an operator of our own, opaque to the compiler.
-@torch.library.custom_op("train_gpt::banded_cpu", mutates_args=())
-def banded_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor,
-               window: Tensor) -> tuple[Tensor, Tensor]:
-    bias = narrow_band(bias, window)
-    span = bias.size(-1)
-    out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query_blocks(q), key_bands(k, span), key_bands(v, span), attn_mask=bias)
-    return out.transpose(1, 2).reshape(q.shape), logsumexp.contiguous()
-
-
-@torch.library.custom_op("train_gpt::banded_cpu_backward", mutates_args=())
-def banded_cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-                        logsumexp: Tensor, bias: Tensor,
-                        window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    bias = narrow_band(bias, window)
-    span = bias.size(-1)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        query_blocks(grad), query_blocks(q), key_bands(k, span), key_bands(v, span),
-        query_blocks(out), logsumexp, 0.0, False, attn_mask=bias)
-    return dq.transpose(1, 2).reshape(q.shape), fold_bands(dk), fold_bands(dv)
-
-
-@banded_cpu.register_fake
-def _(q, k, v, bias, window):
-    return torch.empty(q.shape, dtype=q.dtype), torch.empty(bias.size(0), q.size(1), BLOCK)
-
-
-@banded_cpu_backward.register_fake
-def _(grad, q, k, v, out, logsumexp, bias, window):
-    return tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-
-
-def save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, bias, window = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, window)
-
-
-def backward(ctx, grad, _):
-    return *banded_cpu_backward(grad.contiguous(), *ctx.saved_tensors), None, None
-
-
-banded_cpu.register_autograd(backward, setup_context=save_for_backward)
-
-
-# --------------------------------------------------------------------------------------------------
-# 5  Model: a U-Net of transformer blocks over one long sequence (batch size 1)
-# --------------------------------------------------------------------------------------------------
+# ═══ 5  Model: a U-Net of transformer blocks over one long sequence (batch size 1) ════════════════
 
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
@@ -972,9 +934,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits, targets)
 
 
-# --------------------------------------------------------------------------------------------------
-# 6  Muon and schedules
-# --------------------------------------------------------------------------------------------------
+# ═══ 6  Muon and schedules ════════════════════════════════════════════════════════════════════════
 
 def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
     """Bring the singular values of each matrix [..., rows, columns] near 1; keep its vectors.
@@ -1132,7 +1092,7 @@ class Muon(torch.optim.Optimizer):
             del self.state[p]
 
 
-# ---- schedules: pure functions of the step ----
+# ── schedules: pure functions of the step ─────────────────────────────────────────────────────────
 
 def rate_at(hp: Hyperparameters, step: int) -> float:
     """Factor on every learning rate: 1, then linearly to 0 over the cool-down."""
@@ -1154,7 +1114,7 @@ def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Ten
     window.copy_(torch.tensor(window_at(hp, step), dtype=torch.int32), non_blocking=True)
 
 
-# ---- which parameter goes where ----
+# ── which parameter goes where ────────────────────────────────────────────────────────────────────
 
 def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
     """The parameters of each group by name: every parameter is in exactly one."""
@@ -1190,9 +1150,7 @@ def build_optimizers(hp: Hyperparameters, model: GPT,
     return adam, muon
 
 
-# --------------------------------------------------------------------------------------------------
-# 7  The step and the loop
-# --------------------------------------------------------------------------------------------------
+# ═══ 7  The step and the loop ═════════════════════════════════════════════════════════════════════
 
 def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
     """The sum over all ranks, as numbers.
@@ -1406,13 +1364,11 @@ def count_compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# ══  around the loop  ═════════════════════════════════════════════════════════════════════════════
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
+####################################################################################################
+#####################################    around the loop    ########################################
+####################################################################################################
 
-# --------------------------------------------------------------------------------------------------
-# 8  Logging
-# --------------------------------------------------------------------------------------------------
+# ═══ 8  Logging ═══════════════════════════════════════════════════════════════════════════════════
 
 class Logger:
     """log.txt, metrics.jsonl, standard output and a progress bar, all by rank 0 alone.
@@ -1578,9 +1534,7 @@ def command_output(*command: str) -> str:
     return ""
 
 
-# --------------------------------------------------------------------------------------------------
-# 9  Checkpoints
-# --------------------------------------------------------------------------------------------------
+# ═══ 9  Checkpoints ═══════════════════════════════════════════════════════════════════════════════
 
 class Saver:
     """Writes files in a background thread: training waits only for a copy to the host."""
@@ -1772,9 +1726,7 @@ def load_model(path: str, hardware: Hardware) -> GPT:
     return model.to(hardware.device).eval()
 
 
-# --------------------------------------------------------------------------------------------------
-# 10  Evaluation
-# --------------------------------------------------------------------------------------------------
+# ═══ 10  Evaluation ═══════════════════════════════════════════════════════════════════════════════
 
 @torch.no_grad()
 def evaluate(trainer: Trainer) -> dict:
@@ -1903,9 +1855,7 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
         log.write(f"model: {log.folder / 'model.pt'}")
 
 
-# --------------------------------------------------------------------------------------------------
-# 11  Ranks and faults
-# --------------------------------------------------------------------------------------------------
+# ═══ 11  Ranks and faults ═════════════════════════════════════════════════════════════════════════
 
 def join_group(hardware: Hardware) -> None:
     """Names a rank that does not arrive within the timeout."""
@@ -2032,9 +1982,7 @@ def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHand
     return 128 + number
 
 
-# --------------------------------------------------------------------------------------------------
-# 12  Before a run: memory, token budget, manifests
-# --------------------------------------------------------------------------------------------------
+# ═══ 12  Before a run: memory, token budget, manifests ════════════════════════════════════════════
 
 def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float]:
     """(bytes, bytes per token of a sequence) at the peak of a step.
@@ -2182,9 +2130,7 @@ def data_module(name: str):
         raise UserError(str(error)) from None
 
 
-# --------------------------------------------------------------------------------------------------
-# 13  Command line and main
-# --------------------------------------------------------------------------------------------------
+# ═══ 13  Command line and main ════════════════════════════════════════════════════════════════════
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
          str | tuple: "a name or a tuple of whole numbers and None"}

@@ -1,7 +1,8 @@
 """What every script of data/ shares: the shard format, the manifest, and how both are written.
 
-A shard is 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros), then the tokens as
-little-endian uint16. A document starts at its document token and may continue in the next shard of its split.
+A shard is 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros), then the
+tokens as little-endian uint16. A document starts at its document token and may continue in the next
+shard of its split.
 
 manifest.json says what the folder holds:
     format          1
@@ -10,13 +11,14 @@ manifest.json says what the folder holds:
     tokenizer       "bytes" or "gpt2"
     vocab_size      tokens that exist, the document token included
     document_token  the token that starts each document
-    shards          for each: file, split (train, val or test), tokens, documents (how many start in it),
-                    text_bytes (of text that its tokens stand for; null: unknown), sha256 (of the whole file)
+    shards          for each: file, split (train, val or test), tokens, documents (begun in it),
+                    text_bytes (that its tokens stand for; null: unknown), sha256 (of the file)
 
-A file gets its final name only when it is complete and on the disk, and the manifest comes last, so that a
-script that is killed at any moment leaves nothing that looks complete.
+A file gets its final name only when it is complete and on the disk, and the manifest comes last, so
+that a script that is killed at any moment leaves nothing that looks complete.
 
-The trainer imports this module when it starts: it imports nothing beyond NumPy and the standard library.
+The trainer imports this module when it starts: it imports nothing beyond NumPy and the standard
+library.
 """
 import argparse
 import contextlib
@@ -40,14 +42,14 @@ MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 SPLITS = ("train", "val", "test")
 SHARD_TOKENS = 100_000_000      # as in the public shards
-TEMPORARY = ".tmp"              # suffix of files that are not complete; no loader's pattern ends with it
+TEMPORARY = ".tmp"              # suffix of incomplete files; no loader's pattern ends with it
 COPY_TOKENS = 1 << 20           # moved from one shard to another at a time
-BYTE_LENGTHS = np.array([1] * 256 + [0], dtype=np.uint8)    # bytes of text per token of the byte tokenizer
+BYTE_LENGTHS = np.array([1] * 256 + [0], dtype=np.uint8)    # bytes of text per byte token
 DATA = Path(__file__).resolve().parent
 
 
 class UserError(Exception):
-    """A mistake that the user can fix: one sentence with the value, what was expected and the remedy."""
+    """A mistake that the user can fix: the value, what was expected and the remedy."""
 
 
 def reason(error: BaseException) -> str:
@@ -59,7 +61,7 @@ def reason(error: BaseException) -> str:
     return first_sentence[:200].rstrip(".") or "unknown reason"
 
 
-# The command line -----------------------------------------------------------------------------------------
+# The command line ---------------------------------------------------------------------------------
 
 class Flags(argparse.ArgumentParser):
     """--name=value flags; a mistake is one sentence."""
@@ -73,7 +75,7 @@ class Flags(argparse.ArgumentParser):
 
 
 def run(main) -> None:
-    """Run a script's main and exit; a mistake that the user can fix exits with 2 and one sentence."""
+    """Run a script's main and exit; a mistake of the user exits with 2 and one sentence."""
     try:
         status = main(sys.argv[1:])
     except UserError as error:
@@ -81,7 +83,8 @@ def run(main) -> None:
     except OSError as error:
         if error.errno is None:
             raise
-        status = f"error: {error.filename or 'a file'}: {reason(error)}; fix that or choose another folder"
+        status = (f"error: {error.filename or 'a file'}: {reason(error)}; fix that or choose "
+                  "another folder")
     except KeyboardInterrupt:
         status = "interrupted; the same command resumes"
     if isinstance(status, str):
@@ -103,11 +106,12 @@ def relative(path: Path) -> str:
 def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise UserError(f"{relative(folder)}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are "
-                        "free; make room, or choose another folder with --out")
+        raise UserError(
+            f"{relative(folder)}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are "
+            "free; make room, or choose another folder with --out")
 
 
-# Files ----------------------------------------------------------------------------------------------------
+# Files --------------------------------------------------------------------------------------------
 
 def sync(path: Path) -> None:
     """Force a file, or the renames in a folder, to the disk."""
@@ -146,12 +150,13 @@ def exclusive(folder: Path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{relative(folder)}: another process is writing there; wait until it has "
-                            "finished") from None
+            raise UserError(
+                f"{relative(folder)}: another process is writing there; wait until it has "
+                "finished") from None
         yield
 
 
-# Shards ---------------------------------------------------------------------------------------------------
+# Shards -------------------------------------------------------------------------------------------
 
 def header(num_tokens: int) -> bytes:
     fields = np.zeros(256, dtype="<i4")
@@ -171,7 +176,9 @@ def header_fault(path: Path) -> str:
     if (magic, version) != (MAGIC, VERSION):
         return f"begins with {magic} and {version}, expected {MAGIC} and {VERSION}"
     held = path.stat().st_size - HEADER_BYTES
-    return "" if held == 2 * num_tokens else f"claims {num_tokens:,} tokens and holds {held / 2:,.10g}"
+    if held != 2 * num_tokens:
+        return f"claims {num_tokens:,} tokens and holds {held / 2:,.10g}"
+    return ""
 
 
 def map_tokens(path: Path) -> np.ndarray:
@@ -182,7 +189,7 @@ def map_tokens(path: Path) -> np.ndarray:
 
 
 def describe(path: Path, split: str, document_token: int, lengths, sha256: str = "") -> dict:
-    """The manifest's entry of an intact shard, which is read once; `lengths` are bytes per token, or None."""
+    """The manifest's entry of an intact shard; `lengths` are the bytes of each token, or None."""
     digest = hashlib.sha256()
     num_tokens = 0
     documents = 0
@@ -227,18 +234,18 @@ class OpenShard:
 
 
 class ShardSet:
-    """All the shards of a folder, written together: `append` as often as there is text, then `commit` once.
+    """All the shards of a folder, written together: `append` for each text, then `commit` once.
 
     Until `commit` every shard has a temporary name and what the folder held before is untouched.
     """
-
-    def __init__(self, folder: Path, prefix: str, tokenizer: str, vocab_size: int, document_token: int,
-                 lengths: np.ndarray, shard_tokens: int = SHARD_TOKENS):
+    def __init__(self, folder: Path, prefix: str, tokenizer: str, vocab_size: int,
+                 document_token: int, lengths: np.ndarray, shard_tokens: int = SHARD_TOKENS):
         self.folder = folder
         self.prefix = prefix
         self.lengths = lengths
         self.shard_tokens = shard_tokens
-        self.about = {"tokenizer": tokenizer, "vocab_size": vocab_size, "document_token": document_token}
+        self.about = {"tokenizer": tokenizer, "vocab_size": vocab_size,
+                      "document_token": document_token}
         self.open = {}                              # split → the shard being written
         self.entries = []                           # of the closed shards
         self.numbers = dict.fromkeys(SPLITS, 0)     # split → the number of its next shard
@@ -248,8 +255,9 @@ class ShardSet:
         self.lock.__enter__()
         for entry in (read_manifest(self.folder) or {"shards": []})["shards"]:
             if not entry["file"].startswith(self.prefix + "_"):
-                raise UserError(f"{relative(self.folder)} holds other shards ({entry['file']}); choose "
-                                "another folder with --out")
+                raise UserError(
+                    f"{relative(self.folder)} holds other shards ({entry['file']}); choose "
+                    "another folder with --out")
         self.remove_temporaries()
         return self
 
@@ -265,14 +273,15 @@ class ShardSet:
 
     def shards_there(self, ending: str = "") -> list[Path]:
         """The files in the folder that have a name of this set; no other file is ever removed."""
-        pattern = rf"{re.escape(self.prefix)}_({'|'.join(SPLITS)})_[0-9]{{6}}\.bin{re.escape(ending)}"
+        splits = "|".join(SPLITS)
+        pattern = rf"{re.escape(self.prefix)}_({splits})_[0-9]{{6}}\.bin{re.escape(ending)}"
         return [path for path in self.folder.iterdir() if re.fullmatch(pattern, path.name)]
 
     def name(self, split: str, number: int) -> str:
         return f"{self.prefix}_{split}_{number:06d}.bin"
 
     def append(self, split: str, tokens: np.ndarray) -> None:
-        """Add tokens to a split. A full shard is followed by the next one, also within a document."""
+        """Add tokens to a split. A full shard is followed by the next, also within a document."""
         while len(tokens):
             if split not in self.open:
                 self.open[split] = OpenShard(self.folder / self.name(split, self.numbers[split]))
@@ -303,14 +312,15 @@ class ShardSet:
         for entry in self.entries:
             if entry["split"] == old:
                 name = entry["file"].replace(f"{self.prefix}_{old}_", f"{self.prefix}_{new}_")
-                os.replace(self.folder / (entry["file"] + TEMPORARY), self.folder / (name + TEMPORARY))
+                os.replace(self.folder / (entry["file"] + TEMPORARY),
+                           self.folder / (name + TEMPORARY))
                 entry["file"] = name
                 entry["split"] = new
         self.numbers[new] = self.numbers[old]
         self.numbers[old] = 0
 
     def move_end(self, source: str, target: str, count: int) -> None:
-        """Move the last `count` tokens of a split to the end of another, as a document of their own."""
+        """Move the last `count` tokens of a split to the end of another, as their own document."""
         self.close(source)
         document_token = self.about["document_token"]
         kept = self.num_tokens(source) - count  # tokens that stay, from the shard at hand on
@@ -320,12 +330,11 @@ class ShardSet:
                 kept -= entry["tokens"]
                 continue
             path = self.folder / (entry["file"] + TEMPORARY)
-            tokens = map_tokens(path)
-            if not moving and tokens[kept] != document_token:
-                self.append(target, np.array([document_token]))
-            moving = True
-            for start in range(kept, len(tokens), COPY_TOKENS):
-                self.append(target, tokens[start:start + COPY_TOKENS])
+            for tokens in read_tokens(path, kept):
+                if not moving and tokens[0] != document_token:
+                    self.append(target, np.array([document_token]))
+                moving = True
+                self.append(target, tokens)
             self.entries.remove(entry)
             if kept:
                 shorten(path, kept)
@@ -352,6 +361,14 @@ class ShardSet:
         return write_manifest(self.folder, manifest | {"shards": self.entries}, complete=True)
 
 
+def read_tokens(path: Path, start: int):
+    """The tokens of a shard from a place on, in pieces: memory does not grow with the shard."""
+    with open(path, "rb") as file:
+        file.seek(HEADER_BYTES + 2 * start)
+        while len(tokens := np.fromfile(file, "<u2", COPY_TOKENS)):
+            yield tokens
+
+
 def shorten(path: Path, num_tokens: int) -> None:
     """Keep only the first tokens of a shard."""
     with open(path, "r+b") as file:
@@ -361,7 +378,7 @@ def shorten(path: Path, num_tokens: int) -> None:
         os.fsync(file.fileno())
 
 
-# The manifest ---------------------------------------------------------------------------------------------
+# The manifest -------------------------------------------------------------------------------------
 
 def write_manifest(folder: Path, manifest: dict, complete: bool) -> dict:
     manifest = {"format": MANIFEST_FORMAT, "complete": complete} | manifest | {"complete": complete}
@@ -381,13 +398,16 @@ def read_manifest(folder: Path) -> dict | None:
     try:
         manifest = json.loads(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({reason(error)}); make the shards again") from None
+        raise UserError(
+            f"{path}: cannot be read ({reason(error)}); make the shards again") from None
     except (ValueError, RecursionError):
-        raise UserError(f"{path}: damaged, it is not JSON; remove it and make the shards again") from None
+        raise UserError(
+            f"{path}: damaged, it is not JSON; remove it and make the shards again") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != MANIFEST_FORMAT:
-        raise UserError(f"{path}: format {found!r:.40}, expected {MANIFEST_FORMAT}; make the shards again "
-                        "with the scripts beside this trainer")
+        raise UserError(
+            f"{path}: format {found!r:.40}, expected {MANIFEST_FORMAT}; make the shards again "
+            "with the scripts beside this trainer")
     fault = manifest_fault(manifest)
     if fault:
         raise UserError(f"{path}: damaged, {fault}; remove it and make the shards again")
@@ -419,24 +439,29 @@ def is_count(value) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def check_manifest(folder: Path, shards: dict[str, int], vocab_size: int, document_token: int) -> dict:
-    """What the manifest of a folder says about some of its shards, given as file name → tokens held.
+def check_manifest(folder: Path, shards: dict[str, int], vocab_size: int,
+                   document_token: int) -> dict:
+    """What the manifest of a folder says about some of its shards, given as file name → tokens.
 
-    Refuses shards that are not what the manifest says, and a manifest of another vocabulary. Returns
-    text_bytes (None: unknown) and tokens, summed over the given shards, and the sha256 of each (or None).
+    Refuses shards that are not what the manifest says, and a manifest of another vocabulary.
+    Returns text_bytes (None: unknown) and tokens, summed over the given shards, and the sha256 of
+    each (or None).
     """
     path = folder / MANIFEST
     manifest = read_manifest(folder)
     if manifest is None or manifest.get("complete") is not True:
-        raise UserError(f"{path}: not complete, the script that makes these shards was interrupted; run it "
-                        "again")
+        raise UserError(
+            f"{path}: not complete, the script that makes these shards was interrupted; run it "
+            "again")
     for name, value in (("vocab_size", vocab_size), ("document_token", document_token)):
         if manifest[name] != value:
-            raise UserError(f"--{name}={value}: {path} says {manifest[name]}; give --{name}={manifest[name]}")
+            raise UserError(
+                f"--{name}={value}: {path} says {manifest[name]}; give --{name}={manifest[name]}")
     entries = {entry["file"]: entry for entry in manifest["shards"]}
     for file, tokens in shards.items():
         if file not in entries:
-            raise UserError(f"{folder / file}: not in {MANIFEST}; move it elsewhere or make the shards again")
+            raise UserError(
+                f"{folder / file}: not in {MANIFEST}; move it elsewhere or make the shards again")
         if entries[file]["tokens"] != tokens:
             raise UserError(f"{folder / file}: it holds {tokens:,} tokens and {MANIFEST} says "
                             f"{entries[file]['tokens']:,}; make the shards again")
@@ -446,6 +471,46 @@ def check_manifest(folder: Path, shards: dict[str, int], vocab_size: int, docume
             "sha256": {file: entries[file].get("sha256") or None for file in shards}}
 
 
+def check_manifests(held: dict[str, int], vocab_size: int,
+                    document_token: int) -> tuple[dict, float | None]:
+    """(sha256 of each shard, bytes of text per token), each None where no manifest tells.
+
+    `held`: the tokens in each shard, by its path. The shards may be in several folders.
+    """
+    hashes = dict.fromkeys(held)
+    tokens = 0
+    text_bytes = 0
+    for folder in sorted({Path(path).parent for path in held}):
+        paths = {Path(path).name: path for path in held if Path(path).parent == folder}
+        found = {"text_bytes": None, "tokens": 0, "sha256": {}}
+        if (folder / MANIFEST).exists():
+            there = {name: held[path] for name, path in paths.items()}
+            found = check_manifest(folder, there, vocab_size, document_token)
+        hashes |= {paths[name]: sha256 for name, sha256 in found["sha256"].items()}
+        tokens += found["tokens"]
+        if found["text_bytes"] is None:
+            text_bytes = None
+        elif text_bytes is not None:
+            text_bytes += found["text_bytes"]
+    return hashes, text_bytes / tokens if text_bytes and tokens else None
+
+
+def what_to_fetch(train_files: str, val_files: str, num_steps: int, batch_tokens: int,
+                  epochs: int) -> str:
+    """What a run lacks of our own sources: "enwik8", "fineweb N" for N training shards, or ""."""
+    train_shards = len(glob.glob(train_files))
+    complete = train_shards > 0 and bool(glob.glob(val_files))
+    if train_files.startswith("data/enwik8/") and not complete:
+        return "enwik8"
+    if train_files.startswith("data/fineweb10B/"):
+        batches_per_shard = max(1, (SHARD_TOKENS - 1) // batch_tokens)
+        needed = -(-num_steps // (batches_per_shard * epochs))
+        needed = min(103, needed)  # as many as there are
+        if train_shards < needed or not complete:
+            return f"fineweb {needed}"
+    return ""
+
+
 def in_place(folder: Path, entry: dict) -> bool:
     """Whether a shard of the manifest is there at its full size; it is not hashed."""
     path = folder / entry["file"]
@@ -453,7 +518,7 @@ def in_place(folder: Path, entry: dict) -> bool:
 
 
 def is_complete(folder: Path, **expected) -> bool:
-    """Whether a folder holds all that its manifest promises, and the manifest says what is expected."""
+    """Whether a folder holds all shards of its manifest, and the manifest says what is expected."""
     manifest = read_manifest(folder)
     if not manifest or manifest.get("complete") is not True:
         return False
@@ -470,42 +535,6 @@ def summary(folder: Path, manifest: dict) -> str:
             tokens = sum(entry["tokens"] for entry in entries)
             documents = sum(entry["documents"] for entry in entries)
             noun = "shard" if len(entries) == 1 else "shards"
-            lines.append(f"{split:<6}{len(entries):>5} {noun:<6}{tokens:>16,} tokens{documents:>12,} documents")
+            lines.append(f"{split:<6}{len(entries):>5} {noun:<6}{tokens:>16,} tokens"
+                         f"{documents:>12,} documents")
     return "\n".join([f"{relative(folder)}: {manifest['source']}", *lines])
-
-
-def check_manifests(held: dict[str, int], vocab_size: int, document_token: int) -> tuple[dict, float | None]:
-    """(sha256 of each shard, bytes of text per token), each where a manifest says so.
-
-    held: the tokens in each shard, by path. Refuses shards made for another vocabulary.
-    """
-    hashes = dict.fromkeys(held)
-    total_tokens = 0
-    total_bytes = 0
-    for folder in sorted({Path(path).parent for path in held}):
-        names = {Path(path).name: tokens for path, tokens in held.items() if Path(path).parent == folder}
-        if not (folder / "manifest.json").exists():
-            total_bytes = None
-            continue
-        found = check_manifest(folder, names, vocab_size, document_token)
-        hashes |= {str(folder / name): found["sha256"].get(name) for name in names}
-        total_tokens += found["tokens"]
-        if total_bytes is not None and found["text_bytes"] is not None:
-            total_bytes += found["text_bytes"]
-        else:
-            total_bytes = None
-    return hashes, total_bytes / total_tokens if total_bytes and total_tokens else None
-
-
-def what_to_fetch(train_files: str, val_files: str, num_steps: int, batch_tokens: int, epochs: int) -> str:
-    """What a run lacks of our own sources: "enwik8", "fineweb N" for N training shards, or ""."""
-    train_shards = len(glob.glob(train_files))
-    complete = train_shards > 0 and bool(glob.glob(val_files))
-    if train_files.startswith("data/enwik8/") and not complete:
-        return "enwik8"
-    if train_files.startswith("data/fineweb10B/"):
-        batches_per_shard = max(1, (10**8 - 1) // batch_tokens)
-        needed = min(103, -(-num_steps // (batches_per_shard * epochs)))  # 103: as many as there are
-        if train_shards < needed or not complete:
-            return f"fineweb {needed}"
-    return ""

