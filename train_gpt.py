@@ -1598,6 +1598,10 @@ def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, s
                    trainer.hp.keep_checkpoints)
 
 
+# What a checkpoint holds besides what a model.pt does.
+TRAINING_STATE = {"adam", "muon", "batch_index", "rng_state", "origins", "clock_ms", "log_sizes"}
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """By step, the latest last."""
     return sorted(folder.glob("checkpoint_*[0-9].pt"), key=step_of)
@@ -1607,7 +1611,7 @@ def step_of(path: Path) -> int:
     return int(re.search(r"(\d+)\.pt$", path.name)[1])
 
 
-def read_checkpoint(path: Path) -> dict:
+def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
     """A checkpoint or a model.pt. Nothing in it is executed; tensors are read when used."""
     with explained(f"{path} cannot be loaded", "give another checkpoint or model.pt"):
         with zipfile.ZipFile(path) as archive:
@@ -1618,6 +1622,9 @@ def read_checkpoint(path: Path) -> dict:
         if state["format"] != CHECKPOINT_FORMAT or type(state["step"]) is not int:
             raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
         saved_hyperparameters(state)
+        missing = TRAINING_STATE - state.keys()
+        if with_training_state and missing:  # a model.pt, say
+            raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
         return state
 
 
@@ -1661,13 +1668,11 @@ def find_run(hp: Hyperparameters) -> Run:
     job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
     folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
 
-    path = Path(hp.resume)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted the ranks
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun
+    if restarted and hp.resume in ("", "auto"):
         begun = folder if hp.run_id else max(logs.glob(f"*_{job}"), default=None)
-        if begun and (checkpoints(begun) or hp.resume in ("", "auto")):
+        if begun:
             return resume_newest(begun)
-        if path.is_file() and not begun:
-            return resume_newest(path.parent)
 
     if hp.resume == "":
         if (folder / "log.txt").exists() or checkpoints(folder):
@@ -1682,18 +1687,26 @@ def find_run(hp: Hyperparameters) -> Run:
             folder = latest.parent if latest else folder
         return resume_newest(folder)
 
+    path = Path(hp.resume)
     if path.is_dir():
         run = resume_newest(path)
         if run.checkpoint is None:
             raise UserError("; ".join([f"--resume={path}: no checkpoint can be read", *run.notes]))
         return run
-    checkpoint = read_checkpoint(path)
+    if restarted and not path.exists():  # the run has removed it, after later ones
+        return resume_newest(path.parent)
+    checkpoint = read_checkpoint(path, with_training_state=True)
     note = f"resuming from {path}, step {checkpoint['step']}"
+    new_folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
+    if restarted and checkpoints(new_folder):
+        return resume_newest(new_folder)
+    if restarted and not new_folder.exists():
+        return resume_newest(path.parent)
     if any(step_of(other) > checkpoint["step"] for other in checkpoints(path.parent)):
         # An earlier checkpoint: a new folder, which a restart finds; the old run stays as it is.
-        folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
-        folder.mkdir(exist_ok=True)
-        return Run(folder, checkpoint, notes=(note,))
+        with explained(str(new_folder), "copy the checkpoint to another folder"):
+            new_folder.mkdir(exist_ok=True)
+        return Run(new_folder, checkpoint, notes=(note,))
     return Run(path.parent, checkpoint, checkpoint["log_sizes"], (note,))
 
 
@@ -1702,7 +1715,7 @@ def resume_newest(folder: Path) -> Run:
     notes = []
     for path in reversed(checkpoints(folder)):
         try:
-            checkpoint = read_checkpoint(path)
+            checkpoint = read_checkpoint(path, with_training_state=True)
         except UserError as error:
             notes.append(f"skipped: {error}")
             continue
