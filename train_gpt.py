@@ -2266,6 +2266,7 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
     notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
     with contextlib.suppress(UserError):
         here = as_dict(resolve(options | dict(preset=hp.preset)))
+        here["sequence_tokens"] = here["sequence_tokens"] or saved["sequence_tokens"]  # 0: fitted
         edited = [f"{name}={here[name]} (checkpoint: {value})" for name, value in saved.items()
                   if value != here[name] and name not in MAY_CHANGE_ON_RESUME
                   and hp.origins[name] not in ("command line", "checkpoint")]
