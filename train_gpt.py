@@ -1732,6 +1732,7 @@ def load_model(path: str, hardware: Hardware) -> GPT:
         file = saved[-1] if saved else file / "model.pt"
     state = read_checkpoint(file)
     hp = Hyperparameters(**saved_hyperparameters(state))
+    validate(hp)  # its sizes are within reason
     hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here only room for the prompt
     with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
         model = GPT(hp, hardware.dtype, "banded")
