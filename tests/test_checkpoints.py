@@ -53,8 +53,9 @@ def test_resume_continues_bit_for_bit_with_nothing_retyped(whole, cut, capsys):
     assert result.steps == whole.steps
     assert result.losses == whole.losses
     assert equal(result.weights, whole.weights)
-    assert "changed since the checkpoint: nothing" in result.log
-    assert "edited in this file" not in result.log
+    lines = result.log.rpartition(train_gpt.SEPARATOR)[2]
+    assert "changed since the checkpoint: nothing\n" in lines
+    assert "edited in this file" not in lines
     assert len([metric for metric in result.metrics if "start" in metric]) == 1
 
 
@@ -223,6 +224,7 @@ def test_a_restart_of_a_resumed_run_continues_it(cut, restarted, named):
     assert restarted(*arguments).checkpoint["step"] == 4
     edit(shutil.copy(folder / "checkpoint_0000004.pt", folder / "checkpoint_0000005.pt"),
          lambda state: state.update(step=5))
+    (folder / "checkpoint_0000004.pt").unlink()  # as the run does
     found = restarted(*arguments)
     assert (found.folder, found.checkpoint["step"]) == (folder, 5)
 
@@ -468,8 +470,9 @@ def test_no_checkpoint_is_made_of_parameters_that_are_not_finite(data, tmp_path)
 def test_a_model_is_no_checkpoint_to_resume_from(whole, capsys):
     assert train_gpt.main([f"--resume={whole.folder}/model.pt"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert "model.pt" in error
+    assert error == (f"error: {whole.folder}/model.pt cannot be loaded: it does not hold adam, "
+                     "batch_index, clock_ms, log_sizes, muon, origins, rng_state; give another "
+                     "checkpoint or model.pt\n")
 
 
 def test_a_checkpoint_without_an_entry_is_refused(whole, tmp_path):
@@ -478,7 +481,7 @@ def test_a_checkpoint_without_an_entry_is_refused(whole, tmp_path):
     for name in state:
         path = tmp_path / "checkpoint_0000004.pt"
         torch.save({key: value for key, value in state.items() if key != name}, path)
-        with pytest.raises(train_gpt.UserError, match=f"'{name}' is missing"):
+        with pytest.raises(train_gpt.UserError, match=rf"\b{name}\b"):
             hp, resumed = prepare(f"--resume={path}")
             trainer = trainer or make_trainer(hp)
             clock = train_gpt.Clock(trainer.hardware.device)
