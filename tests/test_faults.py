@@ -329,7 +329,10 @@ def test_torchrun_restarts_a_killed_rank_and_nothing_is_lost(data, undisturbed, 
 
 
 def test_ranks_whose_launcher_is_killed_save_and_stop(data, tmp_path):
-    """Or they would train on, and write where the run that replaces them writes."""
+    """Or they would train on, and write where the run that replaces them writes.
+
+    They look before each step: the step that waits is done, and the one after it stops.
+    """
     started = start(data, "orphans", "--save_every=0", script=waiting_script(tmp_path, 3))
     started.until("step:3/30 train_loss")
     ranks = started.ranks()
@@ -338,12 +341,12 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(data, tmp_path):
     (tmp_path / "go").touch()
     deadline = time.monotonic() + 600
     while len(exit_codes(tmp_path)) < 2:
-        assert time.monotonic() < deadline and "step:5/30" not in started.output, started.output
+        assert time.monotonic() < deadline and "step:6/30" not in started.output, started.output
         time.sleep(0.02)
     assert len(ranks) == 2 and exit_codes(tmp_path) == [128 + signal.SIGTERM] * 2
-    assert "stopped by the end of its launcher after step 4" in started.output
+    assert "stopped by the end of its launcher after step 5" in started.output
     saved = [path.name for path in started.folder.glob("checkpoint*")]
-    assert saved == ["checkpoint_0000004.pt"]
+    assert saved == ["checkpoint_0000005.pt"]
 
 
 def test_a_rank_that_stops_answering_is_named(data, tmp_path):
