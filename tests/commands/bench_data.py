@@ -1,8 +1,8 @@
 """Speed of data/tokenize_text.py in one process: python tests/commands/bench_data.py [TEXT]
 
-GPT-2 tokens against tiktoken alone on the same documents (at least 0.7 times as fast), and bytes (at least
-100 MB/s). Both start with the text on the disk and end with shards, hashed and forced to the disk. TEXT is
-any large text file; without it, made-up text is used.
+GPT-2 tokens against tiktoken alone on the same documents (at least 0.7 times as fast), and bytes
+(at least 100 MB/s). Both start with the text on the disk and end with shards, hashed and written
+through to the disk. TEXT is any large text file; without it, made-up text is used.
 """
 import sys
 import tempfile
@@ -12,11 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
 
 import numpy as np
-
 import tokenize_text
 import vocabulary
 
-BPE_BYTES, BYTE_BYTES = 10_000_000, 100_000_000
+BPE_BYTES = 10_000_000
+BYTE_BYTES = 100_000_000
 REQUIRED = {"gpt2 / tiktoken alone": 0.7, "bytes / 100 MB/s": 1.0}
 SEPARATOR = "\n\x1e\n"
 
@@ -36,7 +36,7 @@ def documents_of(text: str) -> list[str]:
 
 
 def seconds(action, repeats: int = 3) -> float:
-    """Seconds of one core, the system's work included; the fastest of several, for others use it too."""
+    """Seconds of one core, the system's work included; the best of several."""
     times = []
     for _ in range(repeats):
         began = time.process_time()
@@ -46,8 +46,9 @@ def seconds(action, repeats: int = 3) -> float:
 
 
 def tokenize(path: Path, out: Path, tokenizer: str) -> None:
-    options = tokenize_text.parse([str(path), f"--out={out}", "--processes=1", f"--tokenizer={tokenizer}",
-                                   f"--separator={SEPARATOR}", "--val=0.02"])
+    options = tokenize_text.parse([str(path), f"--out={out}", "--processes=1",
+                                   f"--tokenizer={tokenizer}", f"--separator={SEPARATOR}",
+                                   "--val=0.02"])
     if tokenizer == "gpt2":
         about = "gpt2", vocabulary.VOCAB_SIZE, vocabulary.DOCUMENT_TOKEN, vocabulary.lengths()
     else:
@@ -58,10 +59,12 @@ def tokenize(path: Path, out: Path, tokenizer: str) -> None:
 
 def measure(text: str) -> dict[str, float]:
     """Each ratio that is required, as measured."""
-    bpe, encoding = documents_of(text[:BPE_BYTES]), vocabulary.gpt2()
+    bpe = documents_of(text[:BPE_BYTES])
+    encoding = vocabulary.gpt2()
     repeated = documents_of((text * (BYTE_BYTES // len(text) + 1))[:BYTE_BYTES])
     with tempfile.TemporaryDirectory() as folder:
-        path, out = Path(folder) / "text", Path(folder) / "out"
+        path = Path(folder) / "text"
+        out = Path(folder) / "out"
         path.write_text(SEPARATOR.join(bpe))
         alone = seconds(lambda: [encoding.encode_ordinary(document) for document in bpe])
         ours = seconds(lambda: tokenize(path, out, "gpt2"))
@@ -71,7 +74,10 @@ def measure(text: str) -> dict[str, float]:
 
 
 def main() -> int:
-    text = Path(sys.argv[1]).read_text(errors="replace") if len(sys.argv) > 1 else made_up_text(BPE_BYTES)
+    if len(sys.argv) > 1:
+        text = Path(sys.argv[1]).read_text(errors="replace")
+    else:
+        text = made_up_text(BPE_BYTES)
     ratios = measure(text)
     print(f"{'tokenizing, one core':<26}{'ratio':>8}{'required':>10}")
     for name, ratio in ratios.items():

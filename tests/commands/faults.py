@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import conftest
+import conftest  # noqa: F401  (paths, number of threads)
 from fuzz import fuzz_checkpoint, fuzz_manifest, fuzz_shard, mutations
 from helpers import (
     ROOT,
