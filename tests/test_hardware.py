@@ -88,7 +88,9 @@ def test_the_sequence_divides_the_share_of_a_rank(cards, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert fitted("--preset=h100")[0].sequence_tokens == 32768
     assert fitted("--preset=h100", "--segment_tokens=512")[0].sequence_tokens == 32768
-    assert fitted("--preset=h100", "--segment_tokens=384")[0].sequence_tokens == 65536
+    hp, _ = fitted("--preset=h100", "--segment_tokens=384")
+    with pytest.raises(UserError, match="--segment_tokens=384: .* such as 512"):
+        train_gpt.validate(hp)
 
 
 def test_ranks_that_do_not_divide_the_batch_are_what_is_said(cards, monkeypatch):
