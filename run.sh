@@ -1,148 +1,237 @@
 #!/usr/bin/env bash
-# The only launcher. ./run.sh [--name=value …] sets up, fetches the data and trains on whatever hardware is here.
+# The only launcher: ./run.sh [--name=value …] sets up, fetches the data and trains on what is here.
 #   ./run.sh test [pytest options]     sets up and runs the tests
 #   ./run.sh check [--name=value …]    would this run work? says so in seconds, without training
+#   ./run.sh records COMMAND …         verifies, compares, replays and plots the logs of runs
 #   ./run.sh bench                     the benchmarks, as ratios
 #   ./run.sh faults [KILLS]            kills a run many times at random moments: is anything lost?
-# Variables: NPROC (processes on this machine; default: one per GPU, or 1), PYTHON (interpreter to start from);
-# several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or SLURM's own;
-# MAX_RESTARTS (how often a group that lost a process goes on from its last checkpoint; default: never).
-set -euo pipefail
+# Variables: NPROC (processes on this machine; default: one per GPU, or 1), PYTHON (interpreter);
+# several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500), or SLURM's own;
+# MAX_RESTARTS (how often failed ranks restart from the last checkpoint; default: never).
+set -euo pipefail  # all of this also runs in bash 3.2, which is macOS's
 cd "$(dirname "${BASH_SOURCE[0]}")"
-export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"  # fewer holes in GPU memory
-# glibc: keep the memory of large tensors instead of handing it back after every operation (8 % of a CPU step)
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1000000000}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-2000000000}"
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+# glibc: keep the memory of large tensors instead of returning it each time (8 % of a CPU step)
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1000000000}"
+export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-2000000000}"
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 2; }
-
-# Does this interpreter have exactly what a requirements file pins? (reads metadata only: nothing is imported)
-has_packages() {
-    "$1" - "$2" 2>/dev/null <<'PY'
-import sys
-from importlib.metadata import version
-for line in open(sys.argv[1]):
-    if line := line.split("#")[0].split(";")[0].strip():
-        name, pinned = line.split("==")
-        if version(name).split("+")[0] != pinned:
-            sys.exit(1)
-PY
+setting() { sed -n "s/^$1=//p" <<<"$settings" | cut -f1; }  # a line is name=value<TAB># comment
+answers() { (: <"/dev/tcp/$1/$2") 2>/dev/null; }  # does anything listen at this host and port?
+count_cores() {  # Linux, macOS, others
+    { nproc || sysctl -n hw.ncpu || getconf _NPROCESSORS_ONLN || echo 1; } 2>/dev/null
 }
 
-# Sets $python to an interpreter that has the packages of the given requirements files; makes .venv if need be.
-set_up() {
-    local base="${PYTHON:-python3}" file missing=()
-    python="$base"
-    [ -x .venv/bin/python ] && python=.venv/bin/python
-    command -v "$python" >/dev/null || die "there is no $python; install Python 3.11 or later, or set PYTHON"
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is too old; set PYTHON to 3.11 or later"
-    for file in "$@"; do has_packages "$python" "$file" || missing+=(-r "$file"); done
-    [ ${#missing[@]} -eq 0 ] && return
-    if [ "$python" != .venv/bin/python ]; then
-        say "making .venv …"
-        "$base" -m venv .venv || die "$base cannot make a virtual environment; install its venv package"
-        python=.venv/bin/python
-        missing=(); for file in "$@"; do missing+=(-r "$file"); done
+# check_number NAME LOWEST HIGHEST: the variable, if it is set, must be a whole number in the range.
+check_number() {
+    local value="${!1:-$2}"
+    [[ "$value" =~ ^(0|[1-9][0-9]{0,8})$ ]] && [ "$value" -ge "$2" ] && [ "$value" -le "$3" ] \
+        || die "$1=$value: expected a whole number from $2 to $3; correct it or unset it"
+}
+
+# Sets nodes and, where there are several, node_rank, address and port.
+find_machines() {
+    local job="${SLURM_JOB_ID:-0}" tasks="${SLURM_STEP_NUM_TASKS:-1}"
+    check_number NPROC 1 1024
+    check_number MAX_RESTARTS 0 999999999
+    check_number NNODES 1 99999
+    check_number MASTER_PORT 1 65535
+    nodes="${NNODES:-${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-1}}}"
+    check_number NODE_RANK 0 $((nodes - 1))
+    if [ "$job" -gt 0 ] && [ -z "${NNODES:-}" ] && [ "$tasks" -ne "$nodes" ]; then
+        [ "${SLURM_PROCID:-0}" -eq 0 ] || exit 2  # the first task says why
+        die "SLURM gave this job $nodes nodes and started ./run.sh $tasks times, expected once on" \
+            "each: srun --nodes=$nodes --ntasks=$nodes --ntasks-per-node=1 ./run.sh" \
+            "(or, to train on this node alone: NNODES=1 ./run.sh)"
     fi
-    say "installing ${missing[*]//-r/} …"
-    "$python" -m pip install --quiet --disable-pip-version-check "${missing[@]}" \
-        || die "the packages could not be installed; look at pip's message above, then run this again"
-}
-
-# The GPUs that a run with these options would see: all, or those that CUDA_VISIBLE_DEVICES names; on the CPU none.
-count_gpus() {
-    local gpus
-    gpus="$({ nvidia-smi -L 2>/dev/null || true; } | grep '^GPU' || true)"
-    if [ -n "$gpus" ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        gpus="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES")"
+    [ "$nodes" -gt 1 ] || return 0
+    address="${MASTER_ADDR:-}"
+    if [ -z "$address" ] && [ "$job" -gt 0 ]; then  # no `| head -n 1`: a closed pipe kills scontrol
+        address="$(scontrol show hostnames "${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}")"
+        address="${address%%$'\n'*}"
     fi
-    [[ " $* " == *" --device=cpu "* ]] && gpus=""
-    grep -c '^[^-]' <<<"$gpus" || true  # prints 0 and fails where there is none
+    [ -n "$address" ] || die "NNODES=$nodes needs MASTER_ADDR, the address of the first machine"
+    node_rank="${NODE_RANK:-${SLURM_NODEID:-}}"
+    [ -n "$node_rank" ] || die "NNODES=$nodes needs NODE_RANK, which is 0 on the first machine"
+    port="${MASTER_PORT:-$((job > 0 ? 10000 + job % 20000 : 29500))}"  # jobs on one node must differ
 }
 
-# GPUs that PyTorch cannot use would mean the laptop's training on the CPU, unasked for: say why instead.
-need_gpus() {
-    [ "$(count_gpus "$@")" -eq 0 ] && return
-    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
-        || die "there are GPUs here and this PyTorch can use none: a build for CUDA 13 needs NVIDIA driver 580 or later;" \
-               "update it, or put a build for an older CUDA into .venv, or give --device=cpu to train without GPUs"
-}
-
-# torchrun, less its page of traceback: the ranks have said what was wrong.
-torchrun() {
-    export LOGLEVEL="${LOGLEVEL:-ERROR}"
-    exec "$python" -c 'import sys
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
-try:
-    main(sys.argv[1:])
-except ChildFailedError as error:
-    sys.exit(max(1, error.get_first_failure()[1].exitcode))
-except SignalException as error:  # handed on to the ranks, which have saved
-    sys.exit(128 + error.sigval)' --max-restarts="${MAX_RESTARTS:-0}" \
-        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout=120 "$@"  # s for a step and its checkpoint
-}
-
-# Runs a script of ours on every process of this machine, and on the other machines where there are several.
-launch() {
-    local script="$1" processes="${NPROC:-$(count_gpus "$@")}"; shift
-    local nodes="${NNODES:-${SLURM_NNODES:-1}}" node_rank="${NODE_RANK:-${SLURM_NODEID:-0}}"
-    [ "$processes" -gt 0 ] || processes=1
-    [ "$processes" -eq 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( ($(nproc) + processes - 1) / processes ))}"
-    if [ "$nodes" -gt 1 ]; then
-        local address="${MASTER_ADDR:-}"
-        if [ -z "$address" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
-            address="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
-            address="${address%%$'\n'*}"  # the first; through `head`, scontrol could die of the closed pipe, and we with it
+# alone_in FOLDER COMMAND …: while no other ./run.sh, on a machine that shares the folder, fills it.
+alone_in() {
+    local folder="$1" lock='import fcntl, sys; fcntl.flock(9, fcntl.LOCK_EX | int(sys.argv[1]))'
+    shift
+    mkdir -p "$folder"
+    {   # the lock belongs to the open file: it ends with the braces, or with this process
+        if ! "$python" -c "$lock" 4 2>/dev/null; then  # 4: LOCK_NB
+            say "waiting for another ./run.sh that fills $folder …"
+            "$python" -c "$lock" 0 2>/dev/null \
+                || say "warning: $folder cannot be locked; start one machine before the others"
         fi
-        [ -n "$address" ] || die "NNODES=$nodes needs MASTER_ADDR, the address of the first machine"
-        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a store kept over restarts has the addresses of dead ranks
-        torchrun --nnodes="$nodes" --node_rank="$node_rank" --nproc_per_node="$processes" --rdzv_backend=c10d \
-            --rdzv_id="${SLURM_JOB_ID:-train_gpt}" --rdzv_endpoint="$address:${MASTER_PORT:-29500}" "$script" "$@"
-    elif [ "$processes" -gt 1 ] || [ "${MAX_RESTARTS:-0}" -gt 0 ]; then
-        torchrun --standalone --nproc_per_node="$processes" "$script" "$@"
-    else
-        exec "$python" "$script" "$@"
-    fi
+        "$@"
+    } 9>>"$folder/.run_sh.lock"
 }
 
-# Fetches the data of the chosen preset if it is not there; any other data the user brings.
-prepare_data() {
-    local settings train_files
-    settings="$("$python" train_gpt.py --show "$@")" || exit $?  # says what is wrong with the options, once
-    setting() { sed -n "s/^$1=//p" <<<"$settings"; }
-    train_files="$(setting train_files)"
-    compgen -G "$train_files" >/dev/null && compgen -G "$(setting val_files)" >/dev/null && return
-    case "$train_files" in
-        data/enwik8/*) "$python" data/enwik8.py ;;
-        data/fineweb10B/*)
+# pip knows the markers and, with no index and no configuration, only what is installed.
+has_packages() {
+    PIP_CONFIG_FILE=/dev/null "$python" -m pip install --isolated --no-index --no-deps --dry-run \
+        "$@" >/dev/null 2>&1
+}
+
+install_packages() {
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        say "making .venv …"
+        "$python" -m venv .venv || die "$python cannot make a virtual environment; install its venv"
+    fi
+    python=.venv/bin/python
+    has_packages "$@" && return  # another ./run.sh has installed them meanwhile
+    say "installing the packages of ${*#--requirement=} …"
+    "$python" -m pip install --quiet --disable-pip-version-check "$@" \
+        || die "the packages could not be installed; see pip's message above, then run this again"
+}
+
+# Sets python to an interpreter that has the packages of the given requirements files.
+set_up() {
+    python="${PYTHON:-python3}"
+    [ ! -x .venv/bin/python ] || python=.venv/bin/python
+    command -v "$python" >/dev/null || die "there is no $python; install Python 3.11, or set PYTHON"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is older than" \
+        "Python 3.11; set PYTHON to a later one, and remove .venv if it is there"
+    set -- "${@/#/--requirement=}"
+    has_packages "$@" || alone_in .venv install_packages "$@"
+}
+
+# What train_gpt.py makes of the options; it says itself what is wrong with them.
+read_settings() {
+    settings="$("$python" train_gpt.py --show "$@")" || exit $?
+    gpus="$(setting gpus)"
+    [[ "$gpus" =~ ^[0-9]+$ && "$settings" == *$'\n'fetch=* ]] \
+        || die "train_gpt.py --show printed no gpus= or fetch=; run.sh needs the newer train_gpt.py"
+    [ "$gpus" -eq 0 ] && [ "$(setting device)" != cpu ] || return 0
+    case "${CUDA_VISIBLE_DEVICES-all}" in "" | -*) return 0 ;; esac
+    [[ "$(nvidia-smi -L 2>/dev/null || true)" != GPU* ]] \
+        || die "there are GPUs here and this PyTorch can use none: a build for CUDA 13 needs" \
+            "NVIDIA driver 580 or later; update it, or put a build for an older CUDA into .venv," \
+            "or give --device=cpu to train without GPUs"
+}
+
+fetch_data() {
+    local wanted
+    wanted="$(setting fetch)"
+    case "$wanted" in
+        enwik8) alone_in data/enwik8 "$python" data/enwik8.py ;;
+        "fineweb "*)
             set_up requirements.txt data/requirements.txt
             "$python" data/vocabulary.py || say "the sample at the end will be left out"
-            "$python" data/fineweb.py "$("$python" -c 'import sys, train_gpt as t  # as many shards as the run needs
-print(t.fetch_command(t.parse_command_line(sys.argv[1:])).split()[-1])' "$@")" ;;
+            alone_in data/fineweb10B "$python" data/fineweb.py "${wanted#fineweb }" ;;
     esac
 }
 
-case "${1:-}" in
+# torchrun without its log lines: ranks report their own errors, and one that was killed is named.
+IFS= read -r -d '' TORCHRUN <<'PY' || true
+import functools, logging, os, sys
+quiet = "LOGLEVEL" not in os.environ and "TORCH_CPP_LOG_LEVEL" not in os.environ
+if quiet:
+    logging.disable()
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.run import main
+
+if quiet:
+    del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks keep their warnings
+say = functools.partial(print, file=sys.stderr, flush=True)
+
+def monitor(agent, group, monitor=LocalElasticAgent._monitor_workers):
+    result = monitor(agent, group)
+    if result.failures:
+        rank, failure = ChildFailedError("", result.failures).get_first_failure()
+        code = failure.exitcode
+        if code < 0:
+            hint = "; if nobody did that, memory ran out" if code == -9 else ""
+            say(f"error: rank {rank} was killed by {failure.signal_name()}{hint}")
+        elif 2 < code < 128:
+            say(f"error: rank {rank} ended with exit code {code}")
+        if code > 128:  # a signal told the ranks to save and stop
+            agent._remaining_restarts = 0
+        elif agent._remaining_restarts:
+            say(f"restarting all ranks, for {agent._remaining_restarts} more times at most")
+    return result
+
+LocalElasticAgent._monitor_workers = monitor
+try:
+    main(sys.argv[1:])
+except ChildFailedError as error:
+    code = error.get_first_failure()[1].exitcode
+    sys.exit(code if code > 0 else 128 - code)
+except SignalException as error:  # the ranks got it too, and have saved
+    sys.exit(128 + error.sigval)
+except (RendezvousError, DistError):
+    say("error: the first machine does not answer any more, or not all machines came in an hour;"
+        " look at the messages of the others, then start ./run.sh on all of them again")
+    sys.exit(1)
+PY
+
+# launch SCRIPT OPTION …: in all processes of this machine, together with the other machines.
+launch() {
+    local processes="${NPROC:-$gpus}" cores
+    [ "$processes" -gt 0 ] || processes=1
+    if [ "$nodes" -eq 1 ] && [ "$processes" -eq 1 ] && [ "${MAX_RESTARTS:-0}" -eq 0 ]; then
+        exec "$python" "$@"
+    fi
+    if [ "$processes" -gt 1 ]; then
+        cores="$(count_cores)"
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( (cores + processes - 1) / processes ))}"
+    fi
+    # a signal gives the ranks 120 s to finish the step and save
+    set -- --nproc_per_node="$processes" --max-restarts="${MAX_RESTARTS:-0}" \
+        --shutdown-timeout=120 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@"
+    [ "$nodes" -gt 1 ] || exec "$python" -c "$TORCHRUN" --standalone "$@"
+    if [ "$node_rank" -eq 0 ]; then
+        ! answers localhost "$port" || die "MASTER_PORT=$port is in use on this machine, perhaps" \
+            "by another run; set MASTER_PORT to another port, the same on all machines"
+        say "waiting for $((nodes - 1)) of $nodes machines at $address:$port"
+    elif ! answers "$address" "$port"; then
+        say "waiting for the first of $nodes machines at $address:$port"
+        until answers "$address" "$port"; do sleep 1; done
+    fi
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # one kept over restarts has dead ranks' addresses
+    exec "$python" -c "$TORCHRUN" --nnodes="$nodes" --node_rank="$node_rank" --rdzv_backend=c10d \
+        --rdzv_id="${SLURM_JOB_ID:-train_gpt}" --rdzv_endpoint="$address:$port" \
+        --rdzv_conf="is_host=$((node_rank == 0)),join_timeout=3600" "$@"
+}
+
+command="${1:-}"
+case "$command" in
     test)
-        shift; set_up requirements.txt tests/requirements.txt data/requirements.txt
-        "$python" data/vocabulary.py || say "the tests of GPT-2's tokens will be skipped"  # the tests use no network
-        exec "$python" -m pytest tests --numprocesses="$(( $(nproc) < 4 ? $(nproc) : 4 ))" --dist=loadfile \
-            --no-loadscope-reorder "$@" ;;
-    bench)
-        shift; set_up requirements.txt tests/requirements.txt data/requirements.txt
-        exec "$python" tests/commands/bench.py "$@" ;;
-    faults)
-        shift; set_up requirements.txt tests/requirements.txt
-        exec "$python" tests/commands/faults.py "$@" ;;
+        shift
+        set_up requirements.txt tests/requirements.txt data/requirements.txt
+        # the tests use no network
+        "$python" data/vocabulary.py || say "the tests of GPT-2's tokens will be skipped"
+        workers="$(count_cores)"
+        exec "$python" -m pytest tests --numprocesses="$((workers < 4 ? workers : 4))" \
+            --dist=loadfile --no-loadscope-reorder "$@" ;;
+    bench | faults)
+        shift
+        set_up requirements.txt tests/requirements.txt data/requirements.txt
+        exec "$python" "tests/commands/$command.py" "$@" ;;
+    records)
+        shift
+        [ -f records/speedrun.py ] || die "records/speedrun.py is missing from this checkout"
+        set_up requirements.txt records/requirements.txt
+        exec "$python" records/speedrun.py "$@" ;;
     check)
-        shift; set_up requirements.txt; need_gpus "$@"
-        "$python" train_gpt.py --show "$@" >/dev/null
+        shift
+        find_machines; set_up requirements.txt; read_settings "$@"
         launch tests/commands/check.py "$@" ;;
-    -h|--help|help)
-        set_up requirements.txt; sed -n '2,10s/^# \{0,1\}//p' "$0"; exec "$python" train_gpt.py --help ;;
-    ""|--*)
-        set_up requirements.txt; need_gpus "$@"; prepare_data "$@"; launch train_gpt.py "$@" ;;
-    *) die "$1: no such command; there are ./run.sh [--name=value …], test, check, bench, faults" ;;
+    -h | --help | help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' run.sh
+        set_up requirements.txt; exec "$python" train_gpt.py --help ;;
+    "" | --*)
+        find_machines; set_up requirements.txt; read_settings "$@"; fetch_data
+        launch train_gpt.py "$@" ;;
+    *) die "$1: no such command; there are test, check, records, bench, faults, or none to train" ;;
 esac

@@ -8,7 +8,7 @@
 
 Contents, in the order in which a token travels from a shard to an updated weight:
     1  hyperparameters        the numbers to edit; presets
-    2  hardware               device, number types, compiler, memory
+    2  hardware               device, number types, compiler
     3  data                   memory-mapped token shards, batches
     4  masks and attention    causal ∧ same document ∧ within the window; FlexAttention, banded
     5  model                  the U-Net GPT with value embeddings
@@ -19,7 +19,8 @@ Contents, in the order in which a token travels from a shard to an updated weigh
     9  checkpoints            write, find and restore them
    10  evaluation             validation loss, samples of text, HellaSwag
    11  ranks and faults       the process group, signals, ranks that fail
-   12  command line and main
+   12  before a run           the memory that it needs, the tokens that there are
+   13  command line and main
 """
 import argparse
 import bisect
@@ -82,7 +83,16 @@ class UserError(Exception):
 
 
 class SharedError(UserError):
-    """A UserError that every rank raises alike: rank 0 prints it."""
+    """A UserError that every rank raises alike: one of them prints it."""
+
+
+@contextlib.contextmanager
+def shared_errors():
+    """For code that does the same on every rank."""
+    try:
+        yield
+    except UserError as error:
+        raise SharedError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -103,9 +113,7 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-# --------------------------------------------------------------------------------------------------
-# 1  Hyperparameters: edit them here, or give --name=value
-# --------------------------------------------------------------------------------------------------
+# ═══ 1  Hyperparameters: edit them here, or give --name=value ═════════════════════════════════════
 
 @dataclass
 class Hyperparameters:
@@ -301,9 +309,7 @@ def as_dict(hp: Hyperparameters) -> dict:
     return {field.name: getattr(hp, field.name) for field in dataclasses.fields(hp)}
 
 
-# --------------------------------------------------------------------------------------------------
-# 2  Hardware: what follows from the machine
-# --------------------------------------------------------------------------------------------------
+# ═══ 2  Hardware: what follows from the machine ═══════════════════════════════════════════════════
 
 @dataclass
 class Hardware:
@@ -424,81 +430,7 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
                             "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false")
 
 
-# ---- memory: which sequence_tokens fits ----
-
-def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float]:
-    """(bytes, bytes per token of a sequence) at the peak of a step.
-
-    Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them.
-    """
-    itemsize = hardware.dtype.itemsize
-    rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
-    num_tables = len({table for table in hp.value_tables if table is not None})
-    attention_layers = hp.num_layers - len(hp.layers_without_attention)
-    embeddings = (1 + num_tables) * rows * hp.model_dim * (itemsize if hp.bf16_embeddings else 4)
-    head = 4 * hp.padded_vocab * hp.model_dim
-    matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
-    fixed = 5 * (embeddings + head)             # weights, gradients twice, two moments
-    fixed += 3 * matrices                       # weights, gradients twice
-    fixed += matrices / hardware.world_size     # momentum, shared among the ranks
-    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim          # activations kept for the backward
-    if hardware.attention == "banded" and hardware.device.type != "cpu":
-        band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
-        per_layer += 3 * hp.num_heads * band                    # attention weights, three copies
-    logits = hp.padded_vocab * (itemsize if hardware.compile else 16)  # fused; 4 copies in fp32
-    return fixed, hp.num_layers * per_layer * itemsize + logits
-
-
-def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
-    """Powers of two from the mask's block to 65,536 that divide the batch and the validation."""
-    lengths = [BLOCK * 2**power for power in range(10)]
-    return [length for length in lengths
-            if hp.batch_tokens % (world_size * length) == 0 and hp.val_tokens % length == 0
-            and length % (hp.segment_tokens or 1) == 0]
-
-
-def usable_bytes(total_bytes: int) -> float:
-    """Of a GPU's memory: less fragments, CUDA itself and workspaces."""
-    return 0.9 * total_bytes - 2**30
-
-
-def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
-    """Replace sequence_tokens=0 by the longest that fits the smallest GPU. Returns a warning.
-
-    Shorter sequences mean more micro-steps of the same batch: the same training, except that
-    attention does not reach across sequences.
-    """
-    fixed, per_token = memory_needed(hp, hardware)
-    if hardware.device.type == "cuda":
-        cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        room = usable_bytes(min(card.total_memory for card in cards))
-    else:
-        room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if hp.sequence_tokens == 0:
-        lengths = possible_sequences(hp, hardware.world_size)
-        fitting = [length for length in lengths if fixed + length * per_token <= room]
-        share = max(BLOCK, min(2**16, hp.batch_tokens // hardware.world_size))
-        longest = 1 << (share.bit_length() - 1)  # where none divides the batch: validate says so
-        hp.sequence_tokens = max(fitting, default=min(lengths, default=longest))
-    needed = fixed + hp.sequence_tokens * per_token
-    if needed <= room:
-        return ""
-    return (f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
-            f"{room / 2**30:.1f}; {less_memory(hp, hardware.world_size)}")
-
-
-def less_memory(hp: Hyperparameters, world_size: int) -> str:
-    """The remedy where memory is short."""
-    lengths = possible_sequences(hp, world_size)
-    shorter = max((length for length in lengths if length < hp.sequence_tokens), default=0)
-    if not shorter:
-        return "train a smaller model"
-    return f"give --sequence_tokens={shorter}: more micro-steps of the same batch"
-
-
-# --------------------------------------------------------------------------------------------------
-# 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice
-# --------------------------------------------------------------------------------------------------
+# ═══ 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice ══════
 
 class Shard:
     """A file of 256 int32 (magic, version, number of tokens, zeros) and the tokens as uint16."""
@@ -637,21 +569,6 @@ class Data(NamedTuple):
     hashes: dict                    # path of each shard: its sha256 by the manifest, or None
 
 
-def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
-    """Open all shards; refuse what would fail in the middle of the run."""
-    micro_steps(hp, hardware)
-    train = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
-                   hardware.rank, hardware.world_size, hardware.device, hp.vocab_size, hp.epochs,
-                   hp.seed)
-    val = Loader(hp.val_files, hp.sequence_tokens, hp.sequence_tokens, device=hardware.device,
-                 vocab_size=hp.vocab_size)
-    check_budget(hp, train, hp.num_steps, "num_steps", 1)
-    check_budget(hp, val, hp.val_tokens // hp.sequence_tokens, "val_tokens", hp.sequence_tokens)
-    train_hashes, _ = check_manifests(hp, train)
-    val_hashes, bytes_per_token = check_manifests(hp, val)
-    return Data(train, val, bytes_per_token, train_hashes | val_hashes)
-
-
 def micro_steps(hp: Hyperparameters, hardware: Hardware) -> int:
     """Forward passes of a rank per step: fewer ranks take more, and the batch stays the same."""
     unit = hardware.world_size * hp.sequence_tokens
@@ -666,67 +583,7 @@ def nearest_multiple(number: int, unit: int) -> int:
     return max(round(number / unit), 1) * unit
 
 
-def check_budget(hp: Hyperparameters, loader: Loader, needed: int, name: str, unit: int) -> None:
-    """Refuse a run that would use up its shards. `unit`: what --name counts per batch."""
-    if len(loader) >= needed:
-        return
-    remedies = []
-    if missing_data(hp):
-        source, *shards = missing_data(hp).split()
-        remedies.append(" ".join([f"fetch the rest with: python data/{source}.py", *shards]))
-    batches_per_epoch = len(loader) // loader.epochs
-    if name == "num_steps" and batches_per_epoch:
-        remedies.append(f"repeat them with --epochs={-(-needed // batches_per_epoch)}")
-    if len(loader):
-        remedies.append(f"lower it to --{name}={len(loader) * unit}")
-    else:
-        remedies.append("lower --batch_tokens or --sequence_tokens")
-    raise UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
-                    f"{loader.batch_tokens} tokens and --{name}={needed * unit} needs {needed}; "
-                    f"{', or '.join(remedies)}")
-
-
-def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | None]:
-    """(sha256 of each shard, bytes of text per token), where data/ left a manifest."""
-    held = {shard.path: shard.num_tokens for shard in loader.shards}
-    described = any((Path(path).parent / "manifest.json").exists() for path in held)
-    if not described or not (FOLDER / "data").is_dir():
-        return dict.fromkeys(held), None
-    with data_module("shards") as shards:
-        return shards.check_manifests(held, hp.vocab_size, hp.document_token)
-
-
-def missing_data(hp: Hyperparameters) -> str:
-    """What run.sh fetches: "enwik8", "fineweb N" for N training shards, or "" for nothing."""
-    if not (FOLDER / "data").is_dir():
-        return ""
-    with data_module("shards") as shards:
-        return shards.what_to_fetch(hp.train_files, hp.val_files, hp.num_steps, hp.batch_tokens,
-                                    hp.epochs)
-
-
-@contextlib.contextmanager
-def data_module(name: str):
-    """A module of data/ for use in a with block; what it refuses becomes a UserError of ours."""
-    folder = str(FOLDER / "data")
-    sys.path.insert(0, folder)
-    try:
-        shards = importlib.import_module("shards")
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"data/{name}.py cannot be imported ({error}); it belongs beside "
-                        "train_gpt.py, and data/requirements.txt lists its packages") from None
-    finally:
-        sys.path.remove(folder)
-    try:
-        yield module
-    except shards.UserError as error:
-        raise UserError(str(error)) from None
-
-
-# --------------------------------------------------------------------------------------------------
-# 4  Masks and attention: causal ∧ same document ∧ within the window
-# --------------------------------------------------------------------------------------------------
+# ═══ 4  Masks and attention: causal ∧ same document ∧ within the window ═══════════════════════════
 
 def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
     """(tokens, blocks): a query sees keys that are fewer tokens and fewer blocks back. Never empty.
@@ -776,15 +633,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = flex_attention(q, k, v, block_mask=mask.block_mask, kernel_options=mask.flex_options)
         return out[0].transpose(0, 1)
-    if q.device.type == "cpu":
-        return banded_cpu(q, k, v, mask.bias, mask.window)[0]
     span = mask.bias.size(-1)
+    if q.device.type == "cpu":
+        if not torch.compiler.is_compiling():  # a narrow window costs less; a graph has one shape
+            span = min(span, (blocks_back(*mask.window.tolist()) + 1) * BLOCK)
+        return BandedAttention.apply(q, k, v, mask.bias[..., -span:])
     out = F.scaled_dot_product_attention(query_blocks(q), key_bands(k, span), key_bands(v, span),
                                          attn_mask=mask.bias.type_as(q))
     return out.transpose(1, 2).reshape(q.shape)
 
 
-# ---- FlexAttention ----
+# ── FlexAttention ─────────────────────────────────────────────────────────────────────────────────
 
 def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
     """Ordered lists of the partial and of the full blocks, straight from the document counts."""
@@ -826,7 +685,7 @@ def choose_flex_options(gpu, head_bytes: int) -> dict | None:
     return dict.fromkeys(names, side) | dict(num_stages=2, num_warps=4)
 
 
-# ---- banded attention: each block of queries with its own block of keys and those before it ----
+# ── banded attention: each block of queries with its own block of keys and those before it ────────
 
 def band_bias(documents: Tensor, window: Tensor, blocks_back: int) -> Tensor:
     """0 where a query sees a key, −∞ elsewhere: [blocks, 1, BLOCK, span], linear in the sequence.
@@ -862,60 +721,28 @@ def fold_bands(bands: Tensor) -> Tensor:
     return total.flatten(0, 1)
 
 
-def narrow_band(bias: Tensor, window: Tensor) -> Tensor:
-    """The part of the bias that this step's window reaches: a narrow window costs less."""
-    span = (blocks_back(*window.tolist()) + 1) * BLOCK
-    return bias[..., -min(bias.size(-1), span):]
+class BandedAttention(torch.autograd.Function):
+    """On the CPU, where FlexAttention has no backward; autograd's own through the bands is slow."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        span = bias.size(-1)
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query_blocks(q), key_bands(k, span), key_bands(v, span), attn_mask=bias)
+        ctx.save_for_backward(q, k, v, out, logsumexp, bias)
+        return out.transpose(1, 2).reshape(q.shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        q, k, v, out, logsumexp, bias = ctx.saved_tensors
+        span = bias.size(-1)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            query_blocks(grad.contiguous()), query_blocks(q), key_bands(k, span),
+            key_bands(v, span), out, logsumexp, 0.0, False, attn_mask=bias)
+        return dq.transpose(1, 2).reshape(q.shape), fold_bands(dk), fold_bands(dv), None
 
 
-# FlexAttention has no backward on the CPU: an operator of our own, opaque to the compiler.
-@torch.library.custom_op("train_gpt::banded_cpu", mutates_args=())
-def banded_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor,
-               window: Tensor) -> tuple[Tensor, Tensor]:
-    bias = narrow_band(bias, window)
-    span = bias.size(-1)
-    out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query_blocks(q), key_bands(k, span), key_bands(v, span), attn_mask=bias)
-    return out.transpose(1, 2).reshape(q.shape), logsumexp.contiguous()
-
-
-@torch.library.custom_op("train_gpt::banded_cpu_backward", mutates_args=())
-def banded_cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-                        logsumexp: Tensor, bias: Tensor,
-                        window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    bias = narrow_band(bias, window)
-    span = bias.size(-1)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        query_blocks(grad), query_blocks(q), key_bands(k, span), key_bands(v, span),
-        query_blocks(out), logsumexp, 0.0, False, attn_mask=bias)
-    return dq.transpose(1, 2).reshape(q.shape), fold_bands(dk), fold_bands(dv)
-
-
-@banded_cpu.register_fake
-def _(q, k, v, bias, window):
-    return torch.empty(q.shape, dtype=q.dtype), torch.empty(bias.size(0), q.size(1), BLOCK)
-
-
-@banded_cpu_backward.register_fake
-def _(grad, q, k, v, out, logsumexp, bias, window):
-    return tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-
-
-def save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, bias, window = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, window)
-
-
-def backward(ctx, grad, _):
-    return *banded_cpu_backward(grad.contiguous(), *ctx.saved_tensors), None, None
-
-
-banded_cpu.register_autograd(backward, setup_context=save_for_backward)
-
-
-# --------------------------------------------------------------------------------------------------
-# 5  Model: a U-Net of transformer blocks over one long sequence (batch size 1)
-# --------------------------------------------------------------------------------------------------
+# ═══ 5  Model: a U-Net of transformer blocks over one long sequence (batch size 1) ════════════════
 
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
@@ -1107,9 +934,7 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits, targets)
 
 
-# --------------------------------------------------------------------------------------------------
-# 6  Muon and schedules
-# --------------------------------------------------------------------------------------------------
+# ═══ 6  Muon and schedules ════════════════════════════════════════════════════════════════════════
 
 def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
     """Bring the singular values of each matrix [..., rows, columns] near 1; keep its vectors.
@@ -1164,20 +989,17 @@ class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized by Newton–Schulz (https://kellerjordan.github.io/posts/muon).
 
     Works on any number of ranks, or without a process group. Parameters are grouped by size, the
-    largest first. Of each chunk of world_size × per_rank parameters in a group, a rank takes
-    per_rank, by default as many as make the group one chunk. An asynchronous all-gather shares the
-    updates, and the previous chunk is applied meanwhile, also across groups: only the last gather,
-    of the smallest, is not hidden. A rank keeps the momentum of its own parameters only.
+    largest first, and each rank orthogonalizes its share of a group. An asynchronous all-gather
+    exchanges the updates while the next group is computed: only the last gather, of the smallest
+    matrices, is not hidden. A rank keeps the momentum of its own parameters only.
     """
 
     def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0,
-                 steps=5, rank=0, world_size=1, per_rank=None, dtype=torch.float32,
-                 compiled=False):
+                 steps=5, rank=0, world_size=1, dtype=torch.float32, compiled=False):
         params = list(params)
         assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
         self.rank = rank
         self.world_size = world_size
-        self.per_rank = per_rank
         self.dtype = dtype
         self.compiled = compiled
         self.orthogonal_updates = orthogonal_updates
@@ -1195,31 +1017,28 @@ class Muon(torch.optim.Optimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     def share(self, group: dict) -> int:
-        """How many parameters of a chunk are one rank's."""
-        return self.per_rank or -(-len(group["params"]) // self.world_size)
+        """How many parameters of a group are one rank's; the last ranks may have fewer."""
+        return -(-len(group["params"]) // self.world_size)
 
-    def chunks(self, group: dict):
-        """(the parameters of each chunk, those of them that are this rank's)"""
+    def own(self, group: dict) -> list[Tensor]:
         share = self.share(group)
-        for start in range(0, len(group["params"]), self.world_size * share):
-            chunk = group["params"][start:start + self.world_size * share]
-            yield chunk, chunk[self.rank * share:(self.rank + 1) * share]
+        return group["params"][self.rank * share:(self.rank + 1) * share]
 
     def own_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for _, own in self.chunks(group) for p in own]
+        return [p for group in self.param_groups for p in self.own(group)]
 
     @torch.no_grad()
     def step(self) -> None:
         previous = None
         for group in self.param_groups:
-            for chunk, own in self.chunks(group):
-                updates = self.updates(own, group)
-                if previous:
-                    self.apply(*previous)
-                previous = group, chunk, *self.gather(updates, group)
+            updates = self.updates(group)
+            if previous:
+                self.apply(*previous)
+            previous = group, *self.gather(updates, group)
         self.apply(*previous)
 
-    def updates(self, own: list[Tensor], group: dict) -> Tensor | None:
+    def updates(self, group: dict) -> Tensor | None:
+        own = self.own(group)
         if not own:
             return None
         grads = [p.grad for p in own]
@@ -1236,16 +1055,16 @@ class Muon(torch.optim.Optimizer):
         p = group["params"][0]
         share = self.share(group)
         own = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
-        if updates is not None:  # the last chunk may have fewer parameters than ranks
+        if updates is not None:
             own[:len(updates)] = updates
         everyone = own.new_empty(self.world_size * share, *own.shape[1:])
         return everyone, dist.all_gather_single(everyone, own, async_op=True)
 
-    def apply(self, group: dict, chunk: list[Tensor], updates: Tensor, handle) -> None:
+    def apply(self, group: dict, updates: Tensor, handle) -> None:
         if handle:
             handle.wait()
-        rate = self.as_tensor(group["lr"], chunk[0])
-        self.apply_updates(chunk, updates, rate, group["weight_decay"])
+        rate = self.as_tensor(group["lr"], group["params"][0])
+        self.apply_updates(group["params"], updates, rate, group["weight_decay"])
 
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
         """A changed tensor recompiles nothing; compiled kernels take it from the host."""
@@ -1258,7 +1077,7 @@ class Muon(torch.optim.Optimizer):
         index = itertools.count()
         for group in self.param_groups:
             for number, p in enumerate(group["params"]):
-                owner = number // self.share(group) % self.world_size
+                owner = number // self.share(group)
                 buffer = self.state.get(p, {}).get("momentum_buffer", torch.empty_like(p))
                 if self.world_size > 1:
                     dist.broadcast(buffer, owner)
@@ -1273,7 +1092,7 @@ class Muon(torch.optim.Optimizer):
             del self.state[p]
 
 
-# ---- schedules: pure functions of the step ----
+# ── schedules: pure functions of the step ─────────────────────────────────────────────────────────
 
 def rate_at(hp: Hyperparameters, step: int) -> float:
     """Factor on every learning rate: 1, then linearly to 0 over the cool-down."""
@@ -1295,7 +1114,7 @@ def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Ten
     window.copy_(torch.tensor(window_at(hp, step), dtype=torch.int32), non_blocking=True)
 
 
-# ---- which parameter goes where ----
+# ── which parameter goes where ────────────────────────────────────────────────────────────────────
 
 def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
     """The parameters of each group by name: every parameter is in exactly one."""
@@ -1331,9 +1150,7 @@ def build_optimizers(hp: Hyperparameters, model: GPT,
     return adam, muon
 
 
-# --------------------------------------------------------------------------------------------------
-# 7  The step and the loop
-# --------------------------------------------------------------------------------------------------
+# ═══ 7  The step and the loop ═════════════════════════════════════════════════════════════════════
 
 def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
     """The sum over all ranks, as numbers.
@@ -1485,12 +1302,11 @@ class Clock:
         return ms
 
 
-def train(hp: Hyperparameters, hardware: Hardware, run) -> int:
+def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
     """The whole run, in the folder and from the checkpoint of `run` (section 9).
 
     Returns the exit code: 0, or 128 + the signal that stopped it.
     """
-    data = open_data(hp, hardware)
     prepare_device(hp, hardware)
     join_group(hardware)
     trainer = Trainer(hp, hardware, data)
@@ -1548,13 +1364,11 @@ def count_compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
-# ══  around the loop  ═════════════════════════════════════════════════════════════════════════════
-# ══════════════════════════════════════════════════════════════════════════════════════════════════
+####################################################################################################
+#####################################    around the loop    ########################################
+####################################################################################################
 
-# --------------------------------------------------------------------------------------------------
-# 8  Logging
-# --------------------------------------------------------------------------------------------------
+# ═══ 8  Logging ═══════════════════════════════════════════════════════════════════════════════════
 
 class Logger:
     """log.txt, metrics.jsonl, standard output and a progress bar, all by rank 0 alone.
@@ -1576,7 +1390,9 @@ class Logger:
                 self.sinks[name] = file
         self.sinks["standard output"] = sys.stdout
         if sys.stdout.isatty():
-            self.bar = tqdm(total=hp.num_steps, unit="step", dynamic_ncols=True, file=sys.stdout)
+            done = run.checkpoint["step"] if run.checkpoint else 0
+            self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
+                            file=sys.stdout)
         if not self.sizes()["log.txt"]:
             self.write_header(hp, hardware, data)
         self.write(*describe(hardware), *describe_preset(hp), *run.notes)
@@ -1717,9 +1533,7 @@ def command_output(*command: str) -> str:
     return ""
 
 
-# --------------------------------------------------------------------------------------------------
-# 9  Checkpoints
-# --------------------------------------------------------------------------------------------------
+# ═══ 9  Checkpoints ═══════════════════════════════════════════════════════════════════════════════
 
 class Saver:
     """Writes files in a background thread: training waits only for a copy to the host."""
@@ -1820,7 +1634,7 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
     if step > trainer.hp.num_steps:
         raise SharedError(f"--num_steps={trainer.hp.num_steps}: the checkpoint is of step {step}; "
                           f"give at least --num_steps={step}")
-    with explained("the checkpoint does not fit this training", "give the one of this run"):
+    with shared_errors(), explained("the checkpoint does not fit", "give one of this training"):
         trainer.load_state_dict(copy_to_host(checkpoint))
         adam, muon = trainer.optimizers
         wanted = {p: adam.state[p] for group in adam.param_groups for p in group["params"]}
@@ -1846,10 +1660,13 @@ def find_run(hp: Hyperparameters) -> Run:
     job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
     folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
 
+    path = Path(hp.resume)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted the ranks
         begun = folder if hp.run_id else max(logs.glob(f"*_{job}"), default=None)
-        if begun:
+        if begun and (checkpoints(begun) or hp.resume in ("", "auto")):
             return resume_newest(begun)
+        if path.is_file() and not begun:
+            return resume_newest(path.parent)
 
     if hp.resume == "":
         if (folder / "log.txt").exists() or checkpoints(folder):
@@ -1864,7 +1681,6 @@ def find_run(hp: Hyperparameters) -> Run:
             folder = latest.parent if latest else folder
         return resume_newest(folder)
 
-    path = Path(hp.resume)
     if path.is_dir():
         run = resume_newest(path)
         if run.checkpoint is None:
@@ -1873,8 +1689,9 @@ def find_run(hp: Hyperparameters) -> Run:
     checkpoint = read_checkpoint(path)
     note = f"resuming from {path}, step {checkpoint['step']}"
     if any(step_of(other) > checkpoint["step"] for other in checkpoints(path.parent)):
-        # an earlier checkpoint: a new folder, so that the history of the old run stays
+        # An earlier checkpoint: a new folder, which a restart finds; the old run stays as it is.
         folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
+        folder.mkdir(exist_ok=True)
         return Run(folder, checkpoint, notes=(note,))
     return Run(path.parent, checkpoint, checkpoint["log_sizes"], (note,))
 
@@ -1908,9 +1725,7 @@ def load_model(path: str, hardware: Hardware) -> GPT:
     return model.to(hardware.device).eval()
 
 
-# --------------------------------------------------------------------------------------------------
-# 10  Evaluation
-# --------------------------------------------------------------------------------------------------
+# ═══ 10  Evaluation ═══════════════════════════════════════════════════════════════════════════════
 
 @torch.no_grad()
 def evaluate(trainer: Trainer) -> dict:
@@ -2035,13 +1850,11 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
     except UserError as error:
         log.write(f"no sample: {error}")
     log.write(f"log: {log.folder / 'log.txt'}")
-    if hp.save_model:
+    if (log.folder / "model.pt").is_file():
         log.write(f"model: {log.folder / 'model.pt'}")
 
 
-# --------------------------------------------------------------------------------------------------
-# 11  Ranks and faults
-# --------------------------------------------------------------------------------------------------
+# ═══ 11  Ranks and faults ═════════════════════════════════════════════════════════════════════════
 
 def join_group(hardware: Hardware) -> None:
     """Names a rank that does not arrive within the timeout."""
@@ -2052,13 +1865,11 @@ def join_group(hardware: Hardware) -> None:
     if hardware.device.type == "cuda":
         device_id = hardware.device
         patience += 60  # all_reduce_sum times out first, and names the rank
-    environment = os.environ
     store = None
-    if (environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            and environment["GROUP_WORLD_SIZE"] == "1"):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and hardware.launcher_pid:
         # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
-        store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
-        store = dist.PrefixStore(f"attempt{environment['TORCHELASTIC_RESTART_COUNT']}", store)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         store.set(f"arrived{hardware.rank}", "")
     try:
         dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=hardware.rank,
@@ -2165,13 +1976,162 @@ def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHand
     if saver.failed:
         raise UserError(f"{stopped}, and the checkpoint could not be written: what was learned "
                         "since the last one is lost")
-    log.write(f"{stopped}; resume with --resume={log.folder}")
+    resume = f"; resume with --resume={log.folder}" if checkpoints(log.folder) else ""
+    log.write(f"{stopped}{resume}")
     return 128 + number
 
 
-# --------------------------------------------------------------------------------------------------
-# 12  Command line and main
-# --------------------------------------------------------------------------------------------------
+# ═══ 12  Before a run: memory, token budget, manifests ════════════════════════════════════════════
+
+def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float]:
+    """(bytes, bytes per token of a sequence) at the peak of a step.
+
+    Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them.
+    """
+    itemsize = hardware.dtype.itemsize
+    rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
+    num_tables = len({table for table in hp.value_tables if table is not None})
+    attention_layers = hp.num_layers - len(hp.layers_without_attention)
+    embeddings = (1 + num_tables) * rows * hp.model_dim * (itemsize if hp.bf16_embeddings else 4)
+    head = 4 * hp.padded_vocab * hp.model_dim
+    matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
+    fixed = 5 * (embeddings + head)             # weights, gradients twice, two moments
+    fixed += 3 * matrices                       # weights, gradients twice
+    fixed += matrices / hardware.world_size     # momentum, shared among the ranks
+    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim          # activations kept for the backward
+    if hardware.attention == "banded" and hardware.device.type != "cpu":
+        band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
+        per_layer += 3 * hp.num_heads * band                    # attention weights, three copies
+    logits = hp.padded_vocab * (itemsize if hardware.compile else 16)  # fused; 4 copies in fp32
+    return fixed, hp.num_layers * per_layer * itemsize + logits
+
+
+def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
+    """Powers of two from the mask's block to 65,536 that divide the batch and the validation."""
+    lengths = [BLOCK * 2**power for power in range(10)]
+    return [length for length in lengths
+            if hp.batch_tokens % (world_size * length) == 0 and hp.val_tokens % length == 0
+            and length % (hp.segment_tokens or 1) == 0]
+
+
+def usable_bytes(total_bytes: int) -> float:
+    """Of a GPU's memory: less fragments, CUDA itself and workspaces."""
+    return 0.9 * total_bytes - 2**30
+
+
+def available_bytes(hardware: Hardware) -> float:
+    """On the smallest GPU here, or in this machine."""
+    if hardware.device.type != "cuda":
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return usable_bytes(min(card.total_memory for card in cards))
+
+
+def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
+    """Replace sequence_tokens=0 by the longest that fits. Returns a warning, or nothing.
+
+    Shorter sequences mean more micro-steps of the same batch: the same training, except that
+    attention does not reach across sequences.
+    """
+    fixed, per_token = memory_needed(hp, hardware)
+    room = available_bytes(hardware)
+    if hp.sequence_tokens == 0:
+        lengths = possible_sequences(hp, hardware.world_size)
+        fitting = [length for length in lengths if fixed + length * per_token <= room]
+        share = max(BLOCK, min(2**16, hp.batch_tokens // hardware.world_size))
+        longest = 1 << (share.bit_length() - 1)  # where none divides the batch: validate says so
+        hp.sequence_tokens = max(fitting, default=min(lengths, default=longest))
+    needed = fixed + hp.sequence_tokens * per_token
+    if needed <= room:
+        return ""
+    return (f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
+            f"{room / 2**30:.1f}; {less_memory(hp, hardware)}")
+
+
+def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
+    """The remedy where memory is short."""
+    fixed, _ = memory_needed(hp, hardware)
+    lengths = possible_sequences(hp, hardware.world_size)
+    shorter = max((length for length in lengths if length < hp.sequence_tokens), default=0)
+    if not shorter or fixed > available_bytes(hardware):
+        return "lower --model_dim or --num_layers"
+    return f"give --sequence_tokens={shorter}: more micro-steps of the same batch"
+
+
+def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
+    """Open all shards; refuse what would fail in the middle of the run."""
+    micro_steps(hp, hardware)
+    train = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
+                   hardware.rank, hardware.world_size, hardware.device, hp.vocab_size, hp.epochs,
+                   hp.seed)
+    val = Loader(hp.val_files, hp.sequence_tokens, hp.sequence_tokens, device=hardware.device,
+                 vocab_size=hp.vocab_size)
+    check_budget(hp, train, hp.num_steps, "num_steps", 1)
+    check_budget(hp, val, hp.val_tokens // hp.sequence_tokens, "val_tokens", hp.sequence_tokens)
+    train_hashes, _ = check_manifests(hp, train)
+    val_hashes, bytes_per_token = check_manifests(hp, val)
+    return Data(train, val, bytes_per_token, train_hashes | val_hashes)
+
+
+def check_budget(hp: Hyperparameters, loader: Loader, needed: int, name: str, unit: int) -> None:
+    """Refuse a run that would use up its shards. `unit`: what --name counts per batch."""
+    if len(loader) >= needed:
+        return
+    remedies = []
+    if missing_data(hp):
+        source, *shards = missing_data(hp).split()
+        remedies.append(" ".join([f"fetch the rest with: python data/{source}.py", *shards]))
+    batches_per_epoch = len(loader) // loader.epochs
+    if name == "num_steps" and batches_per_epoch:
+        remedies.append(f"repeat them with --epochs={-(-needed // batches_per_epoch)}")
+    if len(loader):
+        remedies.append(f"lower it to --{name}={len(loader) * unit}")
+    else:
+        remedies.append("lower --batch_tokens or --sequence_tokens")
+    raise UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
+                    f"{loader.batch_tokens} tokens and --{name}={needed * unit} needs {needed}; "
+                    f"{', or '.join(remedies)}")
+
+
+def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | None]:
+    """(sha256 of each shard, bytes of text per token), where data/ left a manifest."""
+    held = {shard.path: shard.num_tokens for shard in loader.shards}
+    described = any((Path(path).parent / "manifest.json").exists() for path in held)
+    if not described or not (FOLDER / "data").is_dir():
+        return dict.fromkeys(held), None
+    with data_module("shards") as shards:
+        return shards.check_manifests(held, hp.vocab_size, hp.document_token)
+
+
+def missing_data(hp: Hyperparameters) -> str:
+    """What run.sh fetches: "enwik8", "fineweb N" for N training shards, or "" for nothing."""
+    if not (FOLDER / "data").is_dir():
+        return ""
+    with data_module("shards") as shards:
+        return shards.what_to_fetch(hp.train_files, hp.val_files, hp.num_steps, hp.batch_tokens,
+                                    hp.epochs)
+
+
+@contextlib.contextmanager
+def data_module(name: str):
+    """A module of data/ for use in a with block; what it refuses becomes a UserError of ours."""
+    folder = str(FOLDER / "data")
+    sys.path.insert(0, folder)
+    try:
+        shards = importlib.import_module("shards")
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"data/{name}.py cannot be imported ({error}); it belongs beside "
+                        "train_gpt.py, and data/requirements.txt lists its packages") from None
+    finally:
+        sys.path.remove(folder)
+    try:
+        yield module
+    except shards.UserError as error:
+        raise UserError(str(error)) from None
+
+
+# ═══ 13  Command line and main ════════════════════════════════════════════════════════════════════
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
          str | tuple: "a name or a tuple of whole numbers and None"}
@@ -2292,12 +2252,13 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
         raise UserError(f"--resume={hp.resume}: this changes the training of the checkpoint: "
                         f"{', '.join(refused)}; leave these options out, or add --resume_anyway")
     notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
-    here = as_dict(resolve(options | dict(preset=hp.preset)))
-    edited = [f"{name}={here[name]} (checkpoint: {value})" for name, value in saved.items()
-              if value != here[name] and name not in MAY_CHANGE_ON_RESUME
-              and hp.origins[name] not in ("command line", "checkpoint")]
-    if edited:
-        notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
+    with contextlib.suppress(UserError):
+        here = as_dict(resolve(options | dict(preset=hp.preset)))
+        edited = [f"{name}={here[name]} (checkpoint: {value})" for name, value in saved.items()
+                  if value != here[name] and name not in MAY_CHANGE_ON_RESUME
+                  and hp.origins[name] not in ("command line", "checkpoint")]
+        if edited:
+            notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
     return hp, notes
 
 
@@ -2364,7 +2325,7 @@ def show(hp: Hyperparameters) -> None:
     print(f"fetch={missing_data(hp)}\t# what run.sh fetches first")
 
 
-def use_model(hp: Hyperparameters, hardware: Hardware) -> None:
+def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
     """Score or sample from a saved model."""
     prepare_device(hp, hardware)
     join_group(hardware)
@@ -2375,64 +2336,72 @@ def use_model(hp: Hyperparameters, hardware: Hardware) -> None:
         text = printable(sample(model, hp.sample, hp))
     if hardware.rank == 0:
         print(text)
+    return 0
 
 
-def print_error(error: UserError | str, only_local_rank_0: bool) -> int:
-    """What every rank of a machine would say alike, its first rank says alone."""
+def print_error(error: UserError | str) -> int:
+    """What all ranks of a machine would say alike, its first rank says alone."""
     rank = os.environ.get("RANK", "0")
-    if not only_local_rank_0 or os.environ.get("LOCAL_RANK", "0") == "0":
+    if not isinstance(error, SharedError) or os.environ.get("LOCAL_RANK", "0") == "0":
         where = "error" if rank == "0" else f"error on rank {rank}"
         print(f"{where}: {error}", file=sys.stderr, flush=True)
     return 2
+
+
+def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
+    """The hyperparameters of the run, its folder and the checkpoint that it continues."""
+    asked = Hyperparameters(**options)
+    check_types(asked)
+    if asked.checkpoint or (asked.show and not asked.resume):
+        return resolve(options), Run(Path())
+    if not asked.resume:
+        resolve(options)  # refuses wrong options before anything else
+    run = find_run(asked)
+    if not run.checkpoint:
+        return resolve(options), run
+    hp, notes = resume_hyperparameters(options, run)
+    return hp, run._replace(notes=(*run.notes, *notes))
 
 
 def main(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         build_parser(resolve({})).print_help()
         return 0
-    hp = None
-    finished = False
+    code = None
     try:
-        options = parse_options(arguments)
-        hp = resolve(options)
-        run = Run(Path())
-        if not hp.checkpoint and (hp.resume or not hp.show):
-            run = find_run(hp)
-        if run.checkpoint:
-            hp, notes = resume_hyperparameters(options, run)
-            run = run._replace(notes=(*run.notes, *notes))
+        with shared_errors():
+            hp, run = prepare_run(parse_options(arguments))
         if hp.show:
             show(hp)
             return 0
         hardware = find_hardware(hp)
         if hp.checkpoint:
-            use_model(hp, hardware)
-            code = 0
+            code = use_model(hp, hardware)
         else:
-            run = run._replace(notes=(*run.notes, *filter(None, [fit_sequence(hp, hardware)])))
-            validate(hp)
-            code = train(hp, hardware, run)
-        finished = True
+            with shared_errors():
+                warning = fit_sequence(hp, hardware)
+                validate(hp)
+                data = open_data(hp, hardware)
+            if warning:
+                run = run._replace(notes=(*run.notes, warning))
+            code = train(hp, hardware, data, run)
         return code
     except UserError as error:
-        same_on_all_ranks = isinstance(error, SharedError) or not dist.is_initialized()
-        return print_error(error, only_local_rank_0=same_on_all_ranks)
+        return print_error(error)
     except (RuntimeError, MemoryError) as error:
         if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            code = print_error(find_silent_ranks(error), only_local_rank_0=False)
-            os._exit(code)  # leaving a group that is stuck would get stuck too
-        memory_errors = (torch.OutOfMemoryError, MemoryError)
-        if not isinstance(error, memory_errors) and "can't allocate memory" not in str(error):
+            os._exit(print_error(find_silent_ranks(error)))  # leaving a stuck group gets stuck too
+        out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not out_of_memory and "can't allocate memory" not in str(error):
             raise
-        remedy = less_memory(hp, int(os.environ.get("WORLD_SIZE", 1)))
-        return print_error(f"out of memory with --sequence_tokens={hp.sequence_tokens}; {remedy}",
-                           only_local_rank_0=False)
+        return print_error(f"out of memory with --sequence_tokens={hp.sequence_tokens}; "
+                           f"{less_memory(hp, hardware)}")
     except KeyboardInterrupt:  # before the first step; from then on SignalHandler takes it
         if os.environ.get("RANK", "0") == "0":
             print("stopped before the first step: there was nothing to save", file=sys.stderr)
         os._exit(128 + signal.SIGINT)
     finally:
-        leave_group(finished)
+        leave_group(finished=code is not None)
 
 
 if __name__ == "__main__":

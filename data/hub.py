@@ -1,192 +1,122 @@
-"""Files of the Hugging Face hub, or of the mirror that HF_ENDPOINT names: resumed, retried and checked."""
-import io
+"""Files of a dataset on the Hugging Face hub, or on HF_ENDPOINT's mirror, checked by sha256.
+
+huggingface_hub does the downloading: retries, progress bars, the hub's chunked storage. It is
+imported only when something is fetched.
+"""
+import contextlib
 import os
-import random
 import sys
-import threading
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
+from shards import UserError, header_fault, reason, sha256_of
 
-from shards import DISK_ERRORS, TEMPORARY, Flags, UserError, header_fault, sha256_of
-
-PASSING = (408, 425, 429, 500, 502, 503, 504)   # answers of a server that may well answer better in a while
-LONGEST_WAIT = 60.0             # seconds between two tries
-PATHS_PER_QUESTION = 500
+TRIES = 3  # of a download that breaks off or arrives damaged, beyond huggingface_hub's own retries
 
 
-class Stopped(Exception):
-    """Another download failed, or the user interrupted: this one need not go on."""
-
-
-def asked_wait(error: Exception) -> float:
-    """The seconds that a server asked to wait, at most five minutes; 0 if it did not."""
-    response = getattr(error, "response", None)
-    text = response.headers.get("retry-after", "") if response is not None else ""
-    return min(float(text), 300.0) if text.isdecimal() else 0.0
+class Unreachable(UserError):
+    """A failure that may pass: of the network, of the server, or of the bytes on their way."""
 
 
 @dataclass
 class Remote:
-    """A file on the hub: what the hub says of it."""
+    """A file on the hub: what the hub says about it."""
     name: str
     size: int
     sha256: str
 
 
-@dataclass
 class Hub:
-    """A dataset's repository on the hub. huggingface_hub, which does the talking, is imported only here."""
-    repo: str
-    retries: int = 8                # tries in a row that bring nothing, before giving up
-    backoff: float = 1.0            # seconds before the second try; doubled for each further one
-    revision: str = "main"
-    progress: tqdm | None = None    # a bar over the bytes of all files
-    stop: threading.Event = field(default_factory=threading.Event)
-    received: dict = field(default_factory=dict)
+    """A dataset's repository on the hub, at the revision that is the newest when this is made."""
 
-    def __post_init__(self):
+    def __init__(self, repo: str):
         try:
             import huggingface_hub
-            from huggingface_hub import constants, errors, file_download, utils
+            from huggingface_hub import errors
+            from huggingface_hub.utils import logging
         except ImportError as error:
-            raise UserError(f"{error.name} is missing; pip install -r data/requirements.txt") from None
-        utils.logging.set_verbosity_error()     # what goes wrong is said here, in one line, not in several
-        utils.disable_progress_bars()
-        constants.DOWNLOAD_CHUNK_SIZE = 2**20   # what an interruption can lose
-        self.client, self.http_get = huggingface_hub.HfApi(), file_download.http_get
-        self.url_of, self.headers = huggingface_hub.hf_hub_url, utils.build_hf_headers
-        self.http_error, self.offline = errors.HfHubHTTPError, errors.OfflineModeIsEnabled
-        # The HTTP library under huggingface_hub has changed before: its errors' base class is found through
-        # the hub's own.
-        self.transport_error = errors.HfHubHTTPError.__bases__[0]
-
-    def say(self, text: str) -> None:
-        tqdm.write(text, file=sys.stderr)
-
-    def explain(self, what: str, error: Exception) -> str:
-        """Why a try failed, in a few words. Raises where another try would not help."""
-        if isinstance(error, self.offline):
-            raise UserError(f"{what}: HF_HUB_OFFLINE is set, so the hub is not asked; unset it") from None
-        if isinstance(error, self.http_error):
-            status = error.response.status_code
-            if status not in PASSING:
-                raise UserError(f"{self.client.endpoint} answers {status} for {what}; check HF_ENDPOINT and "
-                                f"--repo={self.repo}") from None
-            return f"{self.client.endpoint} answers {status}"
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            raise error
-        return str(error).partition("\n")[0] or type(error).__name__
-
-    def patiently(self, what: str, action, gained=lambda: 0):
-        """The result of an action, tried again after passing errors; a gain starts the count anew."""
-        failures, had = 0, gained()
-        while True:
-            try:
-                return action()
-            except (self.transport_error, OSError) as error:
-                reason, asked = self.explain(what, error), asked_wait(error)
-            failures = failures + 1 if gained() <= had else 1
-            had = gained()
-            if failures >= self.retries:
-                raise UserError(f"{what}: given up after {failures} tries ({reason}); check the network and "
-                                f"HF_ENDPOINT ({self.client.endpoint}), and run the same command again: it "
-                                "goes on from here")
-            wait = min(LONGEST_WAIT, self.backoff * 2 ** (failures - 1)) * random.uniform(0.75, 1.25)
-            wait = max(wait, asked)
-            self.say(f"{what}: {reason}; trying again in {wait:.1f} s ({failures} of {self.retries})")
-            if self.stop.wait(wait):
-                raise Stopped
-
-    def pin(self) -> None:
-        """Fix the revision, so that all files are of one moment."""
-        info = self.ask("the revision", lambda: self.client.dataset_info(self.repo, revision=self.revision))
+            raise UserError(
+                f"{error.name} is missing; pip install -r data/requirements.txt") from None
+        except ValueError:
+            raise UserError(
+                f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT')}: not an address; expected one such "
+                "as https://hub.example") from None
+        logging.set_verbosity_error()   # errors are reported here, in one sentence
+        self.download = huggingface_hub.hf_hub_download
+        self.errors = errors
+        self.repo = repo
+        self.client = huggingface_hub.HfApi()
+        self.endpoint = self.client.endpoint
+        with self.one_sentence(f"the list of files of {repo}"):
+            info = self.client.dataset_info(repo, files_metadata=True)
         self.revision = info.sha
+        self.files = {
+            file.rfilename: Remote(file.rfilename, file.size, file.lfs.sha256 if file.lfs else "")
+            for file in info.siblings or ()
+        }
 
-    def ask(self, what: str, action):
+    @contextlib.contextmanager
+    def one_sentence(self, what: str):
+        """Turn the errors of huggingface_hub and of its HTTP library into one sentence."""
+        # The hub's own error is derived from the HTTP library's, whichever library that is.
+        http_errors = self.errors.HfHubHTTPError.__bases__
         try:
-            return self.patiently(f"{what} of {self.repo}", action)
-        except ValueError as error:
-            raise UserError(f"{self.client.endpoint} does not answer as the hub does ({error}); check "
-                            f"HF_ENDPOINT and --repo={self.repo}") from None
+            yield
+        except self.errors.OfflineModeIsEnabled:
+            raise UserError(f"{what}: HF_HUB_OFFLINE is set; unset it to download") from None
+        except (*http_errors, self.errors.XetDownloadError, OSError, ValueError, TypeError,
+                LookupError, RuntimeError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk, not of the network
+            # A file that the hub does not deliver is reported as "not cached"; the cause says why.
+            cause = error.__cause__ or error
+            response = getattr(cause, "response", None)
+            status = None if response is None else response.status_code
+            why = reason(cause) if status is None else f"it answers {status}"
+            kind = UserError if status is not None and status < 500 else Unreachable
+            raise kind(
+                f"{what} from {self.endpoint}: {why}; check the network, HF_ENDPOINT and --repo="
+                f"{self.repo}, then run the same command again: finished files are kept") from None
 
     def look_up(self, names: list[str]) -> list[Remote]:
         """Size and sha256 of files, as the hub knows them."""
-        found = {}
-        for start in range(0, len(names), PATHS_PER_QUESTION):
-            paths = names[start:start + PATHS_PER_QUESTION]
-            infos = self.ask("the list of files", lambda paths=paths: self.client.get_paths_info(
-                self.repo, paths, repo_type="dataset", revision=self.revision))
-            for info in infos:
-                found[info.path] = Remote(info.path, info.size, info.lfs.sha256 if info.lfs else "")
-        if missing := [name for name in names if name not in found]:
-            raise UserError(f"{self.repo} has no {missing[0]}; ask for fewer shards, or check --repo")
-        return [found[name] for name in names]
-
-    def names(self) -> list[str]:
-        return self.ask("the list of files", lambda: self.client.list_repo_files(
-            self.repo, repo_type="dataset", revision=self.revision))
+        for name in names:
+            if name not in self.files:
+                raise UserError(f"{self.repo} has no {name}; ask for fewer shards, or check --repo")
+            if not self.files[name].sha256:
+                raise UserError(
+                    f"{self.endpoint} gives no sha256 for {name}; set another HF_ENDPOINT")
+        return [self.files[name] for name in names]
 
     def fetch(self, remote: Remote, folder: Path, check=header_fault) -> Path:
-        """A whole and checked file, still under a temporary name; goes on from what a former run left."""
-        path = folder / (Path(remote.name).name + TEMPORARY)
-        for _ in range(2):  # what is whole and yet wrong is fetched once more: then the source must be wrong
-            self.patiently(remote.name, lambda: self.receive(remote, path),
-                           lambda: self.received.get(remote.name, 0))
-            found = sha256_of(path) if remote.sha256 else ""
-            fault = check(path)
-            if found != remote.sha256:
-                fault = f"has sha256 {found[:12]}…, not {remote.sha256[:12]}…"
-            if not fault:
-                return path
+        """Download a file into a temporary folder and check it; a finished one is kept."""
+        for attempt in range(1, TRIES + 1):
+            try:
+                return self.fetch_once(remote, folder, check)
+            except Unreachable as error:
+                if attempt == TRIES:
+                    raise
+                print(f"{str(error).partition(';')[0]}; trying again", file=sys.stderr, flush=True)
+                time.sleep(attempt)
+
+    def fetch_once(self, remote: Remote, folder: Path, check) -> Path:
+        with self.one_sentence(remote.name):
+            path = Path(self.download(self.repo, remote.name, repo_type="dataset",
+                                      revision=self.revision, local_dir=folder))
+        found = sha256_of(path)
+        fault = check(path)
+        if found != remote.sha256:
+            fault = f"has sha256 {found[:12]}…, not {remote.sha256[:12]}…"
+        if fault:
             path.unlink()
-            self.received[remote.name] = 0
-            self.say(f"{remote.name}: what arrived {fault}")
-        raise UserError(f"{remote.name}: what arrived {fault}, twice; {self.client.endpoint} serves another "
-                        "file than the hub's, so try later or set HF_ENDPOINT to another mirror")
-
-    def receive(self, remote: Remote, path: Path) -> None:
-        """The bytes that are still missing."""
-        if path.exists() and path.stat().st_size > remote.size:
-            path.unlink()
-        with Sink(path, self, remote.name) as sink:
-            url = self.url_of(self.repo, remote.name, repo_type="dataset", revision=self.revision)
-            self.http_get(url, sink, resume_size=sink.tell(), headers=self.headers(),
-                          expected_size=remote.size)
-            sink.flush()
-            os.fsync(sink.fileno())
+            raise Unreachable(
+                f"{remote.name} from {self.endpoint}: what arrived {fault}; try later or set "
+                "HF_ENDPOINT to another mirror")
+        return path
 
 
-def add_patience(flags: Flags) -> None:
-    """The flags that say how long to try."""
-    flags.add_argument("--retries", type=int, default=8, help="tries that bring nothing, before giving up")
-    flags.add_argument("--backoff", type=float, default=1.0, help="seconds before the second try; doubles")
-
-
-class Sink(io.BufferedWriter):
-    """Where a download is written: goes on at the end of what is there, moves the bar, and can be stopped."""
-
-    def __init__(self, path: Path, hub: Hub, name: str):
-        super().__init__(io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+"))
-        self.hub, self.file_name = hub, name
-        self.seek(0, io.SEEK_END)
-        self.report()
-
-    def report(self) -> None:
-        self.hub.received[self.file_name] = self.tell()
-        if self.hub.progress is not None:
-            self.hub.progress.n = sum(tuple(self.hub.received.values()))
-            self.hub.progress.update(0)
-
-    def write(self, chunk) -> int:
-        if self.hub.stop.is_set():
-            raise Stopped
-        written = super().write(chunk)
-        self.report()
-        return written
-
-    def truncate(self, *position) -> int:
-        size = super().truncate(*position)
-        self.report()
-        return size
+def remove_partial(folder: Path) -> None:
+    """Remove the unfinished files of killed downloads, which huggingface_hub does not resume."""
+    for path in folder.rglob("*.incomplete"):
+        path.unlink()

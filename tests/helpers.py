@@ -1,4 +1,5 @@
 """What the tests share: small shards, tiny hyperparameters, and the trainer started as users start it."""
+import contextlib
 import json
 import os
 import random
@@ -98,9 +99,12 @@ def train_steps(trainer: train_gpt.Trainer, steps: int) -> list[float]:
 # ---- as processes ----
 
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    """Below those that the system gives to connections, of which other tests make many."""
+    while True:
+        with socket.socket() as server, contextlib.suppress(OSError):
+            port = random.randint(10_000, 30_000)
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def run(arguments: list[str], ranks: int = 1, timeout: int = 900, cwd: Path = ROOT,

@@ -1,38 +1,32 @@
-"""Starting: nothing on import, torchrun, run.sh, several machines, the check."""
+"""Starting: nothing on import, torchrun, run.sh with real runs and with stand-ins, the check."""
 import contextlib
+import dataclasses
+import fcntl
 import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from helpers import ROOT, TINY, make_data, run, trained
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> list[str]:
-    return make_data(tmp_path_factory.mktemp("data"))
+import train_gpt
+from helpers import ROOT, TINY, free_port, run, trained
 
 
 def run_sh(*arguments: str, cwd: Path = ROOT, **variables) -> subprocess.CompletedProcess:
     """run.sh with this very interpreter, which has the packages."""
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
-    return subprocess.run([str(cwd / "run.sh"), *arguments], capture_output=True, text=True, timeout=900, env=environment)
+    return subprocess.run([str(cwd / "run.sh"), *arguments], capture_output=True, text=True,
+                          timeout=900, env=environment)
 
 
-def free_port() -> int:
-    """Below those that the system gives to connections, of which other tests make many before this one is used."""
-    while True:
-        with socket.socket() as server, contextlib.suppress(OSError):
-            server.bind(("127.0.0.1", port := random.randint(10_000, 30_000)))
-            return port
-
+# The trainer itself -----------------------------------------------------------------------------
 
 def test_importing_starts_nothing(tmp_path):
     code = f"""
@@ -40,22 +34,37 @@ import sys, os, threading
 sys.path.insert(0, {str(ROOT)!r})
 before, environment = set(os.listdir()), dict(os.environ)
 import torch
-threads, random, flags = threading.active_count(), torch.random.get_rng_state(), torch.are_deterministic_algorithms_enabled()
+threads, random = threading.active_count(), torch.random.get_rng_state()
+flags = torch.are_deterministic_algorithms_enabled()
 import train_gpt, torch.distributed as dist
-assert set(os.listdir()) == before and not dist.is_initialized() and threading.active_count() == threads
+assert set(os.listdir()) == before and not dist.is_initialized()
+assert threading.active_count() == threads
 assert torch.equal(torch.random.get_rng_state(), random) and not torch.cuda.is_initialized()
 assert torch.are_deterministic_algorithms_enabled() == flags
 assert {{k: v for k, v in os.environ.items() if k in environment}} == environment
 """
-    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                             text=True)
     assert process.returncode == 0 and process.stdout == process.stderr == "", process.stderr
 
 
 def test_torchrun_trains_and_writes_one_log(data):
     result = trained([*TINY, *data], "torchrun", ranks=2)
-    assert sorted(p.name for p in result.folder.iterdir()) == ["log.txt", "metrics.jsonl", "model.pt"]
+    files = sorted(path.name for path in result.folder.iterdir())
+    assert files == ["log.txt", "metrics.jsonl", "model.pt"]
     assert result.output.count("step:4/4 val_loss:") == 1 and "2 × cpu" in result.output
 
+
+def test_help_lists_every_hyperparameter_with_its_meaning():
+    process = run(["--help"])
+    assert process.returncode == 0
+    for field in dataclasses.fields(train_gpt.Hyperparameters):
+        line = next(line for line in process.stdout.splitlines()
+                    if line.startswith(f"  --{field.name}="))
+        assert str(field.default) in line and len(line.split("  ")[-1]) > 5, line
+
+
+# run.sh with the trainer ------------------------------------------------------------------------
 
 def test_run_sh_trains_with_the_packages_that_are_there(data):
     process = run_sh(*TINY, *data, "--run_id=run_sh")
@@ -66,97 +75,39 @@ def test_run_sh_trains_with_the_packages_that_are_there(data):
 def test_run_sh_refuses_wrong_options_once_before_it_launches(data):
     process = run_sh(*TINY, *data, "--nmu_steps=3", NPROC="2")
     assert process.returncode == 2 and process.stdout == ""
-    assert process.stderr == ("error: --nmu_steps=3: no such hyperparameter; the nearest is --num_steps=… "
-                              "(--help lists them all)\n")
+    assert process.stderr == ("error: --nmu_steps=3: no such hyperparameter; the nearest is "
+                              "--num_steps=… (--help lists them all)\n")
 
 
-def test_run_sh_passes_on_the_exit_code_of_the_ranks_without_a_wall_of_traceback(data):
+def test_run_sh_passes_on_the_exit_code_of_the_ranks_and_their_sentence_alone(data):
     process = run_sh(*TINY, *data, "--batch_tokens=768", NPROC="2")
-    assert process.returncode == 2 and "Traceback" not in process.stderr
-    assert process.stderr.count("expected a multiple of ranks × sequence_tokens = 2 × 256") == 1
+    assert process.returncode == 2 and len(process.stderr.splitlines()) == 1, process.stderr
+    assert "expected a multiple of ranks × sequence_tokens = 2 × 256" in process.stderr
 
 
 def test_two_machines_train_as_one(data):
-    """Two launchers that find each other by address, as on two hosts; the losses are those of one process."""
+    """Two launchers that find each other by address, as on two hosts; losses as of one process."""
     port = str(free_port())
-    machines = [subprocess.Popen([str(ROOT / "run.sh"), *TINY, *data, "--run_id=machines"], text=True,
-                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                 env=os.environ | dict(PYTHON=sys.executable, OMP_NUM_THREADS="1", NNODES="2",
-                                                       NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                                                       NPROC="1"))
+    machines = [subprocess.Popen([str(ROOT / "run.sh"), *TINY, *data, "--run_id=machines"],
+                                 text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 env=os.environ | dict(PYTHON=sys.executable, OMP_NUM_THREADS="1",
+                                                       NNODES="2", NODE_RANK=str(rank), NPROC="1",
+                                                       MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
                 for rank in range(2)]
     outputs = [machine.communicate(timeout=900) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     lines = [line for out, _ in outputs for line in out.splitlines() if " train_loss:" in line]
+    losses = [float(line.split("train_loss:")[1].split()[0]) for line in lines]
     alone = trained([*TINY, *data], "machine")
-    assert [float(line.split("train_loss:")[1].split()[0]) for line in lines] == pytest.approx(alone.train_losses, abs=2e-4)
-
-
-def test_several_machines_need_an_address(data):
-    process = run_sh(*TINY, *data, NNODES="2")
-    assert process.returncode == 2 and "NNODES=2 needs MASTER_ADDR" in process.stderr
-
-
-def launched(tmp_path: Path, *arguments: str, commands: dict[str, str], **variables) -> list[str]:
-    """What run.sh would start Python with: the interpreter prints its words, and the commands are stand-ins too."""
-    python = f'case "$1" in -|train_gpt.py) exec {sys.executable} "$@";; esac; printf "%s\\n" "$@"'
-    for name, body in (commands | {"python": python}).items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    repo = tmp_path / "repo"
-    shutil.copytree(ROOT, repo, ignore=shutil.ignore_patterns(".git", ".venv", "logs", "enwik8", "fineweb*", "__pycache__"))
-    process = run_sh(*arguments, cwd=repo, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON=str(tmp_path / "python"), **variables)
-    assert process.returncode == 0 and process.stderr == "", process
-    return process.stdout.splitlines()
-
-
-def test_slurm_variables_give_nodes_rank_and_address(data, tmp_path):
-    """The list of hosts comes slowly and is longer than a pipe holds: nobody may hang up after the first."""
-    words = launched(tmp_path, *TINY, *data, commands={"scontrol": "echo first; sleep 0.2; seq 100000"}, NPROC="4",
-                     SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_NODELIST="n[1-100001]", SLURM_JOB_ID="77")
-    for expected in ("--nnodes=2", "--node_rank=1", "--nproc_per_node=4", "--rdzv_backend=c10d", "--rdzv_id=77",
-                     "--rdzv_endpoint=first:29500", "--shutdown-timeout=120"):
-        assert expected in words, (expected, words)
-
-
-THREE = "printf 'GPU 0: H100\\n  MIG 1g\\nGPU 1: H100\\nGPU 2: H100\\n'"
-
-
-@pytest.mark.parametrize("nvidia_smi, visible, options, count", [
-    (THREE, None, "", 3), (THREE, "0,2", "", 2), (THREE, "1", "", 1), (THREE, "", "", 0), (THREE, "-1", "", 0),
-    (THREE, None, "--num_steps=2 --device=cpu", 0), ("echo No devices were found; exit 6", None, "", 0), ("exit 127", None, "", 0),
-    ("exit 127", "0", "", 0)], ids=["all", "some", "one", "none", "minus one", "CPU", "broken", "absent", "named but absent"])
-def test_the_gpus_that_a_run_would_see_are_counted(tmp_path, nvidia_smi, visible, options, count):
-    function = re.search(r"^count_gpus\(\) \{.*?^\}", (ROOT / "run.sh").read_text(), re.M | re.S)[0]
-    hidden = "unset CUDA_VISIBLE_DEVICES" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
-    script = f"set -euo pipefail; {hidden}; nvidia-smi() {{ {nvidia_smi}; }}\n{function}\ncount_gpus {options}"
-    process = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-    assert (process.returncode, process.stdout, process.stderr) == (0, f"{count}\n", "")
-
-
-def test_one_process_per_visible_gpu(data, tmp_path):
-    assert TINY[0] == "--device=cpu"
-    words = launched(tmp_path, *TINY[1:], *data, commands={"nvidia-smi": THREE}, CUDA_VISIBLE_DEVICES="0,2")
-    assert "--nproc_per_node=2" in words
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU here can be used")
-@pytest.mark.parametrize("command", [[], ["check"]])
-def test_gpus_that_pytorch_cannot_use_are_not_passed_over(tmp_path, monkeypatch, command):
-    """An old driver, or a build for the CPU: on a rented machine the laptop's training would be no help."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: H100'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    process = run_sh(*command, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert process.returncode == 2 and process.stdout == ""
-    assert re.fullmatch("error: there are GPUs here and this PyTorch can use none: .*--device=cpu .*\n", process.stderr)
+    assert losses == pytest.approx(alone.train_losses, abs=2e-4)
 
 
 def test_check_passes_where_a_run_would_and_lists_every_parameter(data):
     process = run_sh("check", *TINY, *data)
     assert process.returncode == 0, process.stdout + process.stderr
-    for expected in ("versions", "memory", "compiler", "training data", "collective", "blocks.3.down.weight", "skip_weights",
-                     "Muon", "active per token", "of activations", "GPUs of 80 GB: 1,024, 40 GB: 1,024",
+    for expected in ("versions", "memory", "compiler", "training data", "collective",
+                     "blocks.3.down.weight", "skip_weights", "Muon", "active per token",
+                     "of activations", "GPUs of 80 GB: 1,024, 40 GB: 1,024",
                      "this run would work"):
         assert expected in process.stdout, expected
 
@@ -164,24 +115,461 @@ def test_check_passes_where_a_run_would_and_lists_every_parameter(data):
 def test_check_names_what_is_missing_and_the_command_that_gets_it(data):
     process = run_sh("check", *TINY, *data, "--num_steps=500")
     assert process.returncode == 1 and "FAIL  training data" in process.stdout
-    assert "2 shards hold 38 batches of 1024 tokens and --num_steps asks for 500: 25 shards are missing" in process.stdout
-    huge = [f"--{name}_tokens={2**27}" for name in ("sequence", "batch", "val")]  # more than any machine has
-    process = run_sh("check", "--preset=2024-12-10", "--device=cpu", *huge, "--train_files=data/fineweb10B/none_*.bin")
+    assert ("2 shards hold 38 batches of 1024 tokens and --num_steps asks for 500: 25 shards are "
+            "missing") in process.stdout
+    # more tokens than any machine has memory for
+    huge = [f"--{name}_tokens={2**27}" for name in ("sequence", "batch", "val")]
+    process = run_sh("check", "--preset=2024-12-10", "--device=cpu", *huge,
+                     "--train_files=data/fineweb10B/none_*.bin")
     assert process.returncode == 1 and "halve --sequence_tokens (to 67108864)" in process.stdout
-    assert "FAIL  training data: data/fineweb10B/none_*.bin: no token shards there" in process.stdout
+    assert ("FAIL  training data: data/fineweb10B/none_*.bin: no token shards there"
+            in process.stdout)
     assert "get them with: python data/fineweb.py 1480" in process.stdout
 
 
 def test_check_runs_a_collective_among_the_ranks(data):
     process = run_sh("check", *TINY, *data, NPROC="2")
-    assert process.returncode == 0 and "2 ranks answered" in process.stdout, process.stdout + process.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "2 ranks answered" in process.stdout
 
 
-def test_help_lists_every_hyperparameter_with_its_meaning():
-    process = run(["--help"])
+# run.sh with stand-ins for everything that it starts --------------------------------------------
+
+TRAINER = """
+import os, sys
+if "--show" in sys.argv:
+    print(os.environ["SHOW"].replace(";", "\\n"))
+    sys.exit()
+"""
+# a rank that would train for long, but not after its launcher
+WAIT = """
+import time
+launcher = os.getppid()
+while os.getppid() == launcher:
+    time.sleep(0.1)
+"""
+SHOW = "preset=laptop\t# default;device=auto\t# default;gpus=0\t# GPUs;fetch=\t# nothing"
+# notes what Python is started with; prints what would go to pytest and torchrun, runs the rest
+PYTHON = """#!/usr/bin/env bash
+words="$*"
+printf '%s\\n' "${words%%$'\\n'*}" >>"$CALLS"
+case "$words" in
+    "-m pip install"*) [ -z "${MISSING:-}" ] ;;
+    "-m pytest"* | "-c import functools"*) printf '%s\\n' "$@" "threads=${OMP_NUM_THREADS:-}" ;;
+    *) exec REAL "$@" ;;
+esac
+"""
+THREE = "printf 'GPU 0: H100\\n  MIG 1g\\nGPU 1: H100\\nGPU 2: H100\\n'"
+# what the user's own shell may have set
+NAMES = ("NPROC", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOGLEVEL",
+         "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHON")
+
+
+class StandIn:
+    """A copy of run.sh beside scripts that only print their own name and options."""
+
+    def __init__(self, folder: Path):
+        self.repo, self.tools, self.calls_file = folder / "repo", folder / "bin", folder / "calls"
+        self.tools.mkdir()
+        self.tool("python", PYTHON.replace("REAL", sys.executable))
+        self.write("train_gpt.py", TRAINER + "print(*sys.argv)\n")
+        for name in ("data/enwik8.py", "data/fineweb.py", "data/vocabulary.py",
+                     "tests/commands/check.py", "tests/commands/bench.py",
+                     "tests/commands/faults.py", "records/speedrun.py"):
+            self.write(name, "import sys\nprint(*sys.argv)\n")
+        for name in ("", "data/", "tests/", "records/"):
+            self.write(f"{name}requirements.txt", "")
+        shutil.copy(ROOT / "run.sh", self.repo)
+        clean = {name: value for name, value in os.environ.items()
+                 if name not in NAMES and not name.startswith("SLURM_")}
+        self.environment = clean | {"PATH": f"{self.tools}:{os.environ['PATH']}", "SHOW": SHOW,
+                                    "PYTHON": str(self.tools / "python"),
+                                    "CALLS": str(self.calls_file)}
+
+    def write(self, name: str, text: str) -> None:
+        (self.repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.repo / name).write_text(text)
+
+    def tool(self, name: str, body: str) -> None:
+        head = "" if body.startswith("#!") else "#!/usr/bin/env bash\n"
+        (self.tools / name).write_text(f"{head}{body}\n")
+        (self.tools / name).chmod(0o755)
+
+    def start(self, *arguments: str, **variables) -> subprocess.Popen:
+        return subprocess.Popen([str(self.repo / "run.sh"), *arguments], text=True,
+                                env=self.environment | variables, start_new_session=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def run(self, *arguments: str, **variables) -> subprocess.CompletedProcess:
+        process = self.start(*arguments, **variables)
+        out, err = process.communicate(timeout=900)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def launched(self, *arguments: str, **variables) -> list[str]:
+        """What torchrun or pytest would be given."""
+        process = self.run(*arguments, **variables)
+        assert process.returncode == 0, process
+        return process.stdout.splitlines()
+
+    def calls(self) -> list[str]:
+        return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
+
+
+@pytest.fixture
+def stand_in(tmp_path) -> StandIn:
+    return StandIn(tmp_path)
+
+
+SET_UP = ["-c import sys; sys.exit(sys.version_info < (3, 11))",
+          "-m pip install --isolated --no-index --no-deps --dry-run --requirement=requirements.txt"]
+
+
+def test_a_run_starts_the_trainer_twice_for_its_settings_and_for_training(stand_in):
+    process = stand_in.run("--num_steps=3", "--run_id=two words")
+    assert (process.returncode, process.stderr) == (0, ""), process
+    assert process.stdout == "train_gpt.py --num_steps=3 --run_id=two words\n"
+    options = "--num_steps=3 --run_id=two words"
+    assert stand_in.calls() == [*SET_UP, f"train_gpt.py --show {options}",
+                                f"train_gpt.py {options}"]
+
+
+def test_a_trainer_that_does_not_say_what_run_sh_needs_is_refused(stand_in):
+    for show in ("device=auto", "device=auto;fetch=", "device=auto;gpus=;fetch=",
+                 "device=auto;gpus=1"):
+        process = stand_in.run(SHOW=show)
+        assert process.returncode == 2 and process.stdout == ""
+        assert re.fullmatch("error: train_gpt.py --show printed no gpus= or fetch=.*\n",
+                            process.stderr)
+
+
+def test_the_exit_code_of_wrong_options_is_the_trainers(stand_in):
+    stand_in.write("train_gpt.py", "import sys; sys.exit(5)")
+    assert stand_in.run().returncode == 5
+
+
+@pytest.mark.parametrize("command, script", [
+    ("check", "tests/commands/check.py"), ("bench", "tests/commands/bench.py"),
+    ("faults", "tests/commands/faults.py"), ("records", "records/speedrun.py")])
+def test_commands_get_their_options(stand_in, command, script):
+    process = stand_in.run(command, "one", "two three")
+    assert (process.returncode, process.stderr) == (0, ""), process
+    assert process.stdout == f"{script} one two three\n"
+
+
+def test_a_command_that_is_not_there_is_refused_before_any_set_up(stand_in):
+    (stand_in.repo / "records/speedrun.py").unlink()
+    for command in ("records", "trian"):
+        process = stand_in.run(command)
+        assert process.returncode == 2 and len(process.stderr.splitlines()) == 1
+    assert stand_in.calls() == []
+
+
+def test_help_starts_with_the_commands(stand_in):
+    lines = stand_in.launched("--help")
+    assert lines[0].startswith("The only launcher: ./run.sh") and lines[-1] == "train_gpt.py --help"
+    assert sum(line.startswith("  ./run.sh ") for line in lines) == 5
+    assert not any("set -euo" in line for line in lines)
+
+
+# Processes and GPUs
+
+def test_one_process_per_gpu_of_the_trainer(stand_in):
+    show = SHOW.replace("gpus=0", "gpus=2")
+    assert "--nproc_per_node=2" in stand_in.launched(SHOW=show)
+    assert "--nproc_per_node=3" in stand_in.launched(SHOW=show, NPROC="3")
+    assert stand_in.launched(SHOW=show, NPROC="1") == ["train_gpt.py"]  # needs no torchrun
+    assert "--standalone" in stand_in.launched(MAX_RESTARTS="2")
+
+
+@pytest.mark.parametrize("nvidia_smi, visible, device, refused", [
+    (THREE, None, "auto", True), (THREE, "0,2", "auto", True), (THREE, None, "cuda", True),
+    (THREE, "", "auto", False), (THREE, "-1", "auto", False), (THREE, None, "cpu", False),
+    ("echo No devices were found; exit 6", None, "auto", False), ("exit 127", "0", "auto", False),
+], ids=["all", "some", "named", "none", "minus one", "CPU", "broken", "absent"])
+@pytest.mark.parametrize("command", [[], ["check"]], ids=["train", "check"])
+def test_gpus_that_pytorch_cannot_use_stop_the_run(stand_in, nvidia_smi, visible, device, refused,
+                                                   command):
+    """An old driver, or a build for the CPU: a rented machine should not train the laptop's GPT."""
+    stand_in.tool("nvidia-smi", nvidia_smi)
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    process = stand_in.run(*command, SHOW=SHOW.replace("device=auto", f"device={device}"),
+                           **variables)
+    if refused:
+        assert process.returncode == 2 and process.stdout == ""
+        assert re.fullmatch("error: there are GPUs here and this PyTorch can use none: "
+                            ".*--device=cpu .*\n", process.stderr)
+    else:
+        assert (process.returncode, process.stderr) == (0, "")
+
+
+def test_gpus_that_pytorch_can_use_need_no_driver_tool(stand_in):
+    stand_in.tool("nvidia-smi", "touch \"$CALLS.nvidia\"")
+    stand_in.launched(SHOW=SHOW.replace("gpus=0", "gpus=1"))
+    assert not Path(f"{stand_in.calls_file}.nvidia").exists()
+
+
+@pytest.mark.parametrize("tools, threads, workers", [
+    ({"nproc": "echo 6", "sysctl": "exit 9"}, 3, 4),
+    ({"sysctl": '[ "$*" = "-n hw.ncpu" ] && echo 5'}, 3, 4),
+    ({"sysctl": "exit 1", "getconf": '[ "$1" = _NPROCESSORS_ONLN ] && echo 3'}, 2, 3),
+    ({}, 1, 1)], ids=["Linux", "macOS", "others", "unknown"])
+def test_cores_are_counted_without_nproc(stand_in, tools, threads, workers):
+    for name in ("bash", "env", "dirname", "sed", "cut", "mkdir"):  # all that run.sh needs
+        (stand_in.tools / name).symlink_to(shutil.which(name))
+    for name, body in tools.items():
+        stand_in.tool(name, body)
+    path = str(stand_in.tools)
+    assert f"threads={threads}" in stand_in.launched(NPROC="2", PATH=path)
+    assert f"--numprocesses={workers}" in stand_in.launched("test", PATH=path)
+
+
+def test_the_tests_start_once_with_a_process_per_core(stand_in):
+    stand_in.tool("nproc", "echo 2")
+    stand_in.write("data/vocabulary.py", "raise SystemExit(2)")
+    process = stand_in.run("test", "--slow", "-k", "a or b")
     assert process.returncode == 0
-    import dataclasses
-    import train_gpt
-    for field in dataclasses.fields(train_gpt.Hyperparameters):
-        line = next(line for line in process.stdout.splitlines() if line.startswith(f"  --{field.name}="))
-        assert str(field.default) in line and len(line.split("  ")[-1]) > 5, line
+    assert process.stderr == "the tests of GPT-2's tokens will be skipped\n"
+    assert process.stdout.splitlines()[:-1] == [
+        "-m", "pytest", "tests", "--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder",
+        "--slow", "-k", "a or b"]
+    files = "--requirement=tests/requirements.txt --requirement=data/requirements.txt"
+    assert stand_in.calls()[:3] == [SET_UP[0], f"{SET_UP[1]} {files}", "data/vocabulary.py"]
+    assert len(stand_in.calls()) == 4 and stand_in.calls()[3].startswith("-m pytest")
+
+
+# Data
+
+def test_what_the_trainer_asks_for_is_fetched_before_it_starts(stand_in):
+    assert stand_in.launched(SHOW=SHOW.replace("fetch=", "fetch=enwik8")) == [
+        "data/enwik8.py", "train_gpt.py"]
+    assert stand_in.launched(SHOW=SHOW.replace("fetch=", "fetch=fineweb 9")) == [
+        "data/vocabulary.py", "data/fineweb.py 9", "train_gpt.py"]
+    assert f"{SET_UP[1]} --requirement=data/requirements.txt" in stand_in.calls()
+    assert stand_in.launched("check", SHOW=SHOW.replace("fetch=", "fetch=enwik8")) == [
+        "tests/commands/check.py"]
+
+
+def test_only_the_vocabulary_may_fail(stand_in):
+    show = SHOW.replace("fetch=", "fetch=fineweb 9")
+    stand_in.write("data/vocabulary.py", "raise SystemExit(2)")
+    process = stand_in.run(SHOW=show)
+    assert process.returncode == 0 and process.stdout == "data/fineweb.py 9\ntrain_gpt.py\n"
+    assert process.stderr == "the sample at the end will be left out\n"
+    stand_in.write("data/fineweb.py", "raise SystemExit(3)")
+    process = stand_in.run(SHOW=show)
+    assert (process.returncode, process.stdout) == (3, "")
+
+
+@contextlib.contextmanager
+def locked(path: Path):
+    """As by another ./run.sh."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_machines_that_share_a_folder_fetch_one_after_the_other(stand_in):
+    with locked(stand_in.repo / "data/enwik8/.run_sh.lock"):
+        process = stand_in.start(SHOW=SHOW.replace("fetch=", "fetch=enwik8"))
+        assert "waiting for another ./run.sh that fills data/enwik8" in process.stderr.readline()
+        assert "data/enwik8.py" not in stand_in.calls()
+    out, err = process.communicate(timeout=900)
+    assert (process.returncode, out, err) == (0, "data/enwik8.py\ntrain_gpt.py\n", "")
+
+
+def test_the_training_does_not_keep_the_lock(stand_in):
+    stand_in.write("train_gpt.py", TRAINER + "print(os.path.exists('/dev/fd/9'))\n")
+    assert stand_in.launched(SHOW=SHOW.replace("fetch=", "fetch=enwik8"))[-1] == "False"
+
+
+# Packages
+
+def make_package(folder: Path, name: str) -> None:
+    """A wheel with nothing in it but its name."""
+    information = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: {name}\n"
+                                                  "Version: 1.0\n")
+        wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\n"
+                                               "Root-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{information}/RECORD", f"{information}/METADATA,,\n")
+
+
+def test_machines_that_share_a_folder_set_up_once(stand_in, tmp_path):
+    """With a real virtual environment and pip, whose packages come from a folder."""
+    make_package(tmp_path, "tiny_package")
+    stand_in.write("requirements.txt", "tiny-package==1.0  # a comment\n\n"
+                                       'absent==2.0 ; sys_platform == "other"\n')
+    variables = {"PYTHON": sys.executable, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    machines = [stand_in.start(**variables) for _ in range(3)]
+    outputs = [machine.communicate(timeout=900) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0, 0], outputs
+    errors = "".join(err for _, err in outputs)
+    assert errors.count("making .venv") == 1, errors
+    assert errors.count("installing the packages of requirements.txt …") == 1, errors
+    process = stand_in.run(**variables)  # now all is there, also by the marker
+    assert (process.returncode, process.stderr) == (0, "")
+    # interrupted before it had pip, or made by a tool that leaves pip out
+    [folder] = (stand_in.repo / ".venv").glob("lib/python*/site-packages")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    process = stand_in.run(**variables)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == "making .venv …\ninstalling the packages of requirements.txt …\n"
+
+
+def test_packages_that_cannot_be_installed_stop_the_run(stand_in):
+    (stand_in.repo / ".venv/bin").mkdir(parents=True)
+    (stand_in.repo / ".venv/bin/python").symlink_to(stand_in.tools / "python")
+    process = stand_in.run(MISSING="1")
+    assert process.returncode == 2 and process.stdout == ""
+    assert process.stderr.splitlines() == [
+        "installing the packages of requirements.txt …",
+        "error: the packages could not be installed; see pip's message above, then run this again"]
+
+
+def test_an_old_or_absent_python_is_refused(stand_in):
+    stand_in.tool("python", "exit 1")
+    process = stand_in.run()
+    assert process.returncode == 2
+    assert re.fullmatch("error: .*/python is older than Python 3.11; set PYTHON .*\n",
+                        process.stderr)
+    process = stand_in.run(PYTHON="no-such-python")
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: there is no no-such-python; install")
+
+
+# Several machines
+
+def test_slurm_variables_give_nodes_rank_address_and_port(stand_in):
+    """The list of hosts comes slowly and is longer than a pipe holds."""
+    stand_in.tool("scontrol", "echo first; sleep 0.2; seq 100000")
+    port = free_port()
+    job_id = str(40_000_000 + port - 10_000)
+    job = dict(SLURM_JOB_ID=job_id, SLURM_STEP_ID="0", SLURM_NNODES="2", SLURM_NODEID="0",
+               SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NUM_NODES="2",
+               SLURM_JOB_NODELIST="n[1-100001]")
+    words = stand_in.launched("--num_steps=1", NPROC="4", **job)
+    for expected in ("--nnodes=2", "--node_rank=0", "--nproc_per_node=4", "--rdzv_backend=c10d",
+                     f"--rdzv_id={job_id}", f"--rdzv_endpoint=first:{port}",
+                     "--rdzv_conf=is_host=1,join_timeout=3600", "--shutdown-timeout=120"):
+        assert expected in words, (expected, words)
+    assert words[-3:-1] == ["train_gpt.py", "--num_steps=1"]
+    port = free_port()
+    words = stand_in.launched(MASTER_ADDR="other", MASTER_PORT=str(port), **job)
+    assert f"--rdzv_endpoint=other:{port}" in words
+
+
+@pytest.mark.parametrize("nodes, tasks, refused", [
+    ("2", None, True), ("2", "16", True), ("1", "8", True), ("1", None, False), ("1", "1", False)])
+def test_under_slurm_one_task_per_node_is_needed(stand_in, nodes, tasks, refused):
+    """No number of tasks: inside sbatch or salloc, without srun."""
+    job = dict(SLURM_JOB_ID="7", SLURM_NNODES=nodes, SLURM_NODEID="0", SLURM_PROCID="0",
+               SLURM_NTASKS="16", SLURM_NTASKS_PER_NODE="8")
+    if tasks:
+        job |= dict(SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=tasks, SLURM_STEP_NUM_NODES=nodes)
+    process = stand_in.run(**job)
+    if not refused:
+        assert (process.returncode, process.stdout) == (0, "train_gpt.py\n")
+        return
+    assert process.returncode == 2 and stand_in.calls() == []
+    assert process.stderr == (
+        f"error: SLURM gave this job {nodes} nodes and started ./run.sh {tasks or 1} times, "
+        f"expected once on each: srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 "
+        "./run.sh (or, to train on this node alone: NNODES=1 ./run.sh)\n")
+    if tasks:
+        process = stand_in.run(**job | {"SLURM_PROCID": "3"})
+        assert (process.returncode, process.stderr) == (2, "")  # it is said once
+    assert stand_in.launched(NNODES="1", **job) == ["train_gpt.py"]
+
+
+@pytest.mark.parametrize("variables, expected", [
+    ({"NPROC": "abc"}, "NPROC=abc: expected a whole number from 1 to 1024"),
+    ({"NPROC": "-1"}, "NPROC=-1: "), ({"NPROC": "0"}, "NPROC=0: "), ({"NPROC": "08"}, "NPROC=08: "),
+    ({"NPROC": "1.5"}, "NPROC=1.5: "), ({"NPROC": "99999999999999999999"}, "NPROC=9"),
+    ({"NPROC": "a[$(touch hacked)]"}, "NPROC=a["), ({"MAX_RESTARTS": "x"}, "MAX_RESTARTS=x: "),
+    ({"NNODES": "x"}, "NNODES=x: "), ({"NNODES": "0"}, "NNODES=0: "),
+    ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: expected a whole number from 1 to 65535"),
+    ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
+     "NODE_RANK=2: expected a whole number from 0 to 1"),
+    ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
+    ({"NNODES": "2", "MASTER_ADDR": "a"}, "NNODES=2 needs NODE_RANK")], ids=str)
+@pytest.mark.parametrize("command", [[], ["check"]], ids=["train", "check"])
+def test_wrong_variables_are_refused_before_any_set_up(stand_in, command, variables, expected):
+    process = stand_in.run(*command, **variables)
+    assert process.returncode == 2 and process.stdout == ""
+    assert process.stderr.startswith(f"error: {expected}"), process.stderr
+    assert len(process.stderr.splitlines()) == 1 and stand_in.calls() == []
+
+
+def test_a_port_that_another_run_has_is_named(stand_in):
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        process = stand_in.run(NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert process.returncode == 2 and process.stdout == ""
+    assert re.fullmatch(f"error: MASTER_PORT={port} is in use .* set MASTER_PORT to another .*\n",
+                        process.stderr)
+
+
+def test_machines_say_that_they_wait_and_that_the_first_is_lost(stand_in):
+    """With the real torchrun. The first machine comes last, and goes first."""
+    stand_in.write("train_gpt.py", TRAINER + f"print('started', flush=True)\n{WAIT}")
+    machine = dict(PYTHON=sys.executable, NNODES="2", MASTER_ADDR="127.0.0.1",
+                   MASTER_PORT=str(free_port()))
+    second = stand_in.start(NODE_RANK="1", **machine)
+    place = f"of 2 machines at 127.0.0.1:{machine['MASTER_PORT']}\n"
+    assert second.stderr.readline() == f"waiting for the first {place}"
+    first = stand_in.start(NODE_RANK="0", **machine)
+    assert first.stderr.readline() == f"waiting for 1 {place}"
+    assert first.stdout.readline() == second.stdout.readline() == "started\n"
+    os.killpg(first.pid, signal.SIGKILL)
+    out, err = second.communicate(timeout=900)
+    first.communicate(timeout=900)
+    assert second.returncode == 1
+    assert re.fullmatch("error: the first machine does not answer any more.*\n", err), err
+
+
+# Ranks that fail, with the real torchrun
+
+def ranks(stand_in: StandIn, body: str, **variables) -> tuple[int, str, list[str]]:
+    """(exit code, what the ranks printed, the lines of errors) of two ranks that run this."""
+    stand_in.write("train_gpt.py", f"""{TRAINER}
+import signal
+rank = int(os.environ["RANK"])
+restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+{body}
+{WAIT}""")
+    process = stand_in.run(PYTHON=sys.executable, NPROC="2", **variables)
+    return process.returncode, process.stdout, process.stderr.splitlines()
+
+
+@pytest.mark.parametrize("end, code, errors", [
+    ("print('error: the sentence', file=sys.stderr, flush=True); sys.exit(2)", 2,
+     ["error: the sentence"]),
+    ("sys.exit(128 + signal.SIGTERM)", 143, []),
+    ("os._exit(7)", 7, ["error: rank 1 ended with exit code 7"]),
+    ("os.kill(os.getpid(), signal.SIGKILL)", 137,
+     ["error: rank 1 was killed by SIGKILL; if nobody did that, memory ran out"]),
+    ("os.kill(os.getpid(), signal.SIGSEGV)", 139, ["error: rank 1 was killed by SIGSEGV"]),
+], ids=["mistake", "stopped", "exit code", "SIGKILL", "SIGSEGV"])
+def test_the_first_rank_that_fails_gives_the_exit_code_and_one_line(stand_in, end, code, errors):
+    assert ranks(stand_in, f"if rank == 1:\n    {end}") == (code, "", errors)
+
+
+def test_ranks_that_were_killed_are_restarted_and_those_that_were_told_to_stop_are_not(stand_in):
+    code, out, errors = ranks(stand_in, """
+if restarted:
+    print("restarted", flush=True)
+    sys.exit(128 + signal.SIGUSR1)
+elif rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+""", MAX_RESTARTS="3")
+    assert code == 128 + signal.SIGUSR1 and 1 <= out.count("restarted") <= 2
+    assert errors == ["error: rank 1 was killed by SIGKILL; if nobody did that, memory ran out",
+                      "restarting all ranks, for 3 more times at most"]
+
+
+def test_torchruns_own_lines_can_be_had(stand_in):
+    code, _, errors = ranks(stand_in, "sys.exit(2)", LOGLEVEL="ERROR")
+    assert code == 2 and any("exitcode: 2" in line for line in errors)

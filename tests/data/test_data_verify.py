@@ -1,10 +1,9 @@
-"""data/verify.py finds each kind of planted fault, and nothing in what is sound."""
+"""data/verify.py finds each kind of planted fault, and none in intact shards."""
 import json
 
-import hub_server
 import numpy as np
 import pytest
-from hub_server import random_shard, run
+from data_helpers import manifest_of, random_shard, run, shard_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,10 +34,10 @@ def check(folder, capsys) -> tuple[int, str]:
 TRAIN, VAL = documents(1, 12, 3000), documents(2, 3, 2500)
 
 
-def test_sound_shards_pass(tmp_path, capsys):
+def test_intact_shards_pass(tmp_path, capsys):
     write(tmp_path, TRAIN, VAL)
     status, said = check(tmp_path, capsys)
-    assert status == 0 and "sound" in said and "FAULT" not in said
+    assert status == 0 and "intact" in said and "FAULT" not in said
     for path in tmp_path.glob("*.bin"):
         assert path.name in said
 
@@ -50,7 +49,7 @@ def edit(path, place: int, value: int) -> None:
 
 
 def change_manifest(folder, change) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = manifest_of(folder)
     change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
@@ -77,7 +76,7 @@ FAULTS = {
                     "token 257, outside"),
     "documents": (lambda folder: (edit(folder / SECOND, 5, 256), sha_too(folder, SECOND)), "documents"),
     "tokens": (lambda folder: change_manifest(folder, lambda m: m["shards"][1].update(tokens=8)),
-               "9,000 tokens, 8 by"),
+               "9,000 tokens, 8 according"),
     "text": (lambda folder: change_manifest(folder, lambda m: m["shards"][1].update(text_bytes=8)),
              "bytes of text, 8"),
     "not listed": (lambda folder: change_manifest(folder, lambda m: m["shards"].pop(1)),
@@ -96,7 +95,7 @@ def test_each_planted_fault_is_found_and_the_shard_named(tmp_path, capsys, kind)
     assert all(SECOND in line for line in faults)
 
 
-def test_an_interrupted_set_is_no_sound_one(tmp_path, capsys):
+def test_an_interrupted_set_is_a_fault(tmp_path, capsys):
     write(tmp_path, TRAIN, VAL)
     change_manifest(tmp_path, lambda manifest: manifest.update(complete=False))
     assert check(tmp_path, capsys)[0] == 1
@@ -118,7 +117,7 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize("kind", OVERLAPS)
-@pytest.mark.parametrize("limit", [4001, 10**6])  # documents that go on in the next shard, or none
+@pytest.mark.parametrize("limit", [4001, 10**6])  # with and without documents that continue in the next shard
 def test_overlaps_are_found(tmp_path, capsys, kind, limit):
     train, val, overlap = OVERLAPS[kind]
     write(tmp_path, train, val, limit)
@@ -130,7 +129,7 @@ def test_overlaps_are_found(tmp_path, capsys, kind, limit):
 
 
 def brute_force(train: list[int], val: list[int], window: int) -> set[int]:
-    """Starts of the documents of val that are in train, the slow and plain way."""
+    """Starts of the documents of val that are in train, found by comparing everything."""
     def split(tokens):
         found, start = [], 0
         for place, token in enumerate([*tokens, 9]):
@@ -158,7 +157,7 @@ def test_overlaps_agree_with_brute_force(tmp_path_factory, train, val):
         patch.setattr(verify, "BLOCK", 4)
         patch.setattr(verify, "CHUNK", 16)
         for name, tokens in (("train", train), ("val", val)):
-            (folder / name).write_bytes(hub_server.shard_bytes(tokens))
+            (folder / name).write_bytes(shard_bytes(tokens))
         found = verify.Overlaps(verify.Stream([folder / "val"]), 9).find(verify.Stream([folder / "train"]))
     assert set(found) == brute_force(train, val, 8)
 
