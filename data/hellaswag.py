@@ -189,7 +189,8 @@ def check(record, number: int, path: Path) -> tuple[str, list[str], int]:
 def tokenize(records: list[dict], path: Path, encode,
              document_token: int) -> tuple[np.ndarray, list]:
     """The tokens of all rows, and for each task its [context_tokens, label]."""
-    rows, tasks = [], []
+    rows = []
+    tasks = []
     for number, record in enumerate(records, 1):
         context, endings, label = check(record, number, path)
         start = np.append(np.array([document_token], dtype="<u2"), encode(context))

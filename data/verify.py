@@ -243,7 +243,8 @@ class Overlaps:
         lengths = documents.ends - documents.starts
         ended = (documents.ends < len(tokens)) | is_last
         whole = (lengths < WINDOW) & (documents.starts <= CHUNK) & ended
-        starts, ends = documents.starts[whole], documents.ends[whole]
+        starts = documents.starts[whole]
+        ends = documents.ends[whole]
         hashes = self.hasher.hashes(sums, starts, ends)
         first = np.searchsorted(self.short_hashes, hashes, side="left")
         last = np.searchsorted(self.short_hashes, hashes, side="right")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import write_shard
+from helpers import write_shard
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data"

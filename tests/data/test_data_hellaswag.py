@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from data_helpers import crash, run, tokens_of
 from hub_server import REVISION, LocalHub
-from runs import write_shard
+from helpers import write_shard
 
 import hellaswag
 import shards
