@@ -146,13 +146,13 @@ def test_what_fits_at_no_length_is_tried_at_the_shortest_with_a_warning(cards):
     cards(4)
     hp, warning = fitted("--preset=h100")
     assert hp.sequence_tokens == BLOCK
-    assert re.fullmatch(r"warning: a step needs about 3\.\d GiB and there are 2\.6; train a "
-                        "smaller model", warning)
+    assert re.fullmatch(r"warning: a step needs about 3\.\d GiB and there are 2\.6; lower "
+                        "--model_dim or --num_layers", warning)
 
 
 def test_the_warning_is_in_the_log_and_the_run_goes_on(data, capsys, monkeypatch, host_memory):
     host_memory(1)
-    monkeypatch.setattr(train_gpt, "memory_needed", lambda hp, hardware: (2.0 * GIB, 0.0))
+    monkeypatch.setattr(train_gpt, "memory_needed", lambda hp, hardware: (0.0, GIB / 128))
     assert train_gpt.main([*TINY, *data, "--run_id=warned"]) == 0
     sentence = ("warning: a step needs about 2.0 GiB and there are 1.0; give "
                 "--sequence_tokens=128: more micro-steps of the same batch")
@@ -163,7 +163,7 @@ def test_the_warning_is_in_the_log_and_the_run_goes_on(data, capsys, monkeypatch
                                    MemoryError()])
 @pytest.mark.parametrize("sequence, remedy", [
     (256, "give --sequence_tokens=128: more micro-steps of the same batch"),
-    (128, "train a smaller model")])
+    (128, "lower --model_dim or --num_layers")])
 def test_running_out_of_memory_is_one_sentence(data, capsys, monkeypatch, tmp_path, error, sequence,
                                                remedy):
     def step(trainer, batch, step):

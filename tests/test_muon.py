@@ -163,12 +163,6 @@ def test_update_against_a_plain_version(nesterov, lerp, decay):
     assert_same(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("per_rank", [None, 1, 2, 3, 100])
-def test_how_many_at_a_time_changes_nothing(per_rank):
-    params = parameters()
-    assert_same(train(params, Muon(params, per_rank=per_rank)), plain(), rtol=1e-4, atol=1e-5)
-
-
 def test_number_of_newton_schulz_steps():
     params = parameters()
     assert_same(train(params, Muon(params, steps=2)), plain(newton=2), rtol=1e-4, atol=1e-5)
@@ -248,7 +242,6 @@ SETTINGS = {"lerp": dict(lerp=True, nesterov=True, weight_decay=0.1),
             "sums": dict(lerp=False, nesterov=False, weight_decay=0.0)}
 PLAIN = {"lerp": dict(sums=False, nesterov=True, decay=0.1),
          "sums": dict(sums=True, nesterov=False, decay=0.0)}
-CASES = [(per_rank, kind) for per_rank in (None, 1, 2) for kind in SETTINGS]
 
 
 def packed_order(muon: Muon, params: list) -> list[int]:
@@ -282,9 +275,8 @@ def copied(state: dict) -> dict:
     return train_gpt.copy_to_host(state)
 
 
-def one_case(case: tuple, rank: int, world_size: int) -> dict:
-    per_rank, kind = case
-    ranks = dict(rank=rank, world_size=world_size, per_rank=per_rank)
+def one_case(kind: str, rank: int, world_size: int) -> dict:
+    ranks = dict(rank=rank, world_size=world_size)
     params = parameters()
     muon = Muon(params, **SETTINGS[kind], **ranks)
     result = dict(owned_at_start=owned(muon, params), at_start=gathered(muon, params))
@@ -312,14 +304,14 @@ def one_case(case: tuple, rank: int, world_size: int) -> dict:
 
 
 def one_rank(rank: int, world_size: int, folder: str) -> None:
-    """Trains in all cases, stops and resumes, and saves what it ends with."""
+    """Trains with all settings, stops and resumes, and saves what it ends with."""
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
                                 world_size=world_size)
-    results = {case: one_case(case, rank, world_size) for case in CASES}
+    results = {kind: one_case(kind, rank, world_size) for kind in SETTINGS}
     torch.save(results, f"{folder}/rank{rank}.pt")
     if world_size > 1:
         dist.destroy_process_group()
@@ -343,39 +335,39 @@ def in_processes(world_size: int, folder) -> list[dict]:
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 5])
 def by_rank(request, tmp_path_factory) -> list[dict]:
-    """{case: result} of each rank of a world."""
+    """{kind of settings: result} of each rank of a world."""
     return in_processes(request.param, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_any_number_of_processes_ends_with_the_same_parameters(by_rank, case):
-    expected = plain(**PLAIN[case[1]])
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_any_number_of_processes_ends_with_the_same_parameters(by_rank, kind):
+    expected = plain(**PLAIN[kind])
     for results in by_rank:
-        assert_same(results[case]["params"], expected, rtol=1e-4, atol=1e-5)
-        assert_same(results[case]["params"], by_rank[0][case]["params"], rtol=0, atol=0)
+        assert_same(results[kind]["params"], expected, rtol=1e-4, atol=1e-5)
+        assert_same(results[kind]["params"], by_rank[0][kind]["params"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_one_rank_keeps_the_momentum_of_a_parameter_from_the_start(by_rank, case):
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_one_rank_keeps_the_momentum_of_a_parameter_from_the_start(by_rank, kind):
     for when in ("owned_at_start", "owned", "owned_after_loading"):
-        kept = [number for results in by_rank for number in results[case][when]]
+        kept = [number for results in by_rank for number in results[kind][when]]
         assert sorted(kept) == list(range(len(SHAPES))), when
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_state_of_an_optimizer_has_the_momentum_of_all_ranks(by_rank, case):
-    halfway = Plain(2, **PLAIN[case[1]]).buffers
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_state_of_an_optimizer_has_the_momentum_of_all_ranks(by_rank, kind):
+    halfway = Plain(2, **PLAIN[kind]).buffers
     for results in by_rank:
-        assert all(not buffer.any() for buffer in results[case]["at_start"])
-        assert_same(results[case]["halfway"], halfway, rtol=1e-5, atol=1e-6)
+        assert all(not buffer.any() for buffer in results[kind]["at_start"])
+        assert_same(results[kind]["halfway"], halfway, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_state_of_any_number_of_ranks_resumes_on_as_many_and_on_one(by_rank, case):
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_state_of_any_number_of_ranks_resumes_on_as_many_and_on_one(by_rank, kind):
     for results in by_rank:
-        assert_same(results[case]["resumed"], results[case]["params"], rtol=0, atol=0)
-        assert results[case]["owned_alone"] == list(range(len(SHAPES)))
-        assert_same(results[case]["alone"], results[case]["params"], rtol=1e-5, atol=1e-5)
+        assert_same(results[kind]["resumed"], results[kind]["params"], rtol=0, atol=0)
+        assert results[kind]["owned_alone"] == list(range(len(SHAPES)))
+        assert_same(results[kind]["alone"], results[kind]["params"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
