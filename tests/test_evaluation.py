@@ -66,40 +66,6 @@ def test_bits_per_byte_of_a_vocabulary_come_from_the_manifest(tmp_path):
     assert unknown["bits_per_byte"] is None and unknown["val_loss"] == known["val_loss"]
 
 
-def test_the_budget_counts_what_the_loader_will_deliver(tmp_path):
-    """Two shards of 20,000 tokens hold 19 whole batches of 1,024 each: 38 steps, not 39."""
-    data = make_data(tmp_path)
-    steps = trainer(*data, "--num_steps=38").train_data
-    for _ in range(38):
-        steps.next_batch()
-    with pytest.raises(train_gpt.UserError, match="hold 38 batches .* asks for 39: 1 shards are missing"):
-        trainer(*data, "--num_steps=39")
-
-
-def test_the_command_that_gets_the_missing_shards_gets_enough_of_them(tmp_path):
-    hp = train_gpt.parse_command_line(["--preset=2024-11-19"])
-    shards = int(train_gpt.fetch_command(hp).split()[-1])
-    per_shard = (100_000_000 - 1) // hp.batch_tokens
-    assert (shards - 1) * per_shard < hp.num_steps <= shards * per_shard
-
-
-def test_epochs_repeat_every_shard_once_per_pass_in_an_order_of_the_seed(tmp_path):
-    for number in range(5):
-        write_shard(tmp_path / f"train_{number}.bin", np.full(1025, number))
-
-    def order(seed, epochs=4):
-        loader = train_gpt.Loader(str(tmp_path / "train_*.bin"), 1024, 1024, epochs=epochs, seed=seed)
-        return [int(loader.next_batch()[0][0][0]) for _ in range(len(loader))]
-
-    passes = np.array(order(1)).reshape(4, 5)
-    assert (np.sort(passes, axis=1) == np.arange(5)).all() and len({tuple(p) for p in passes}) > 1
-    assert order(1) == order(1) != order(2) and order(1, epochs=1) == [0, 1, 2, 3, 4]
-
-
-def test_a_run_may_repeat_its_shards_when_told_to(tmp_path):
-    trainer(*make_data(tmp_path), "--num_steps=39", "--epochs=2")
-
-
 # HellaSwag --------------------------------------------------------------------------------------------------
 
 def write_tasks(folder, tasks: int = 30, seed: int = 0) -> list[tuple]:
