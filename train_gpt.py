@@ -1379,6 +1379,7 @@ class Logger:
     def __init__(self, run, hp: Hyperparameters, hardware: Hardware, data: Data):
         self.folder = run.folder
         self.sinks = {}
+        self.sizes = {}     # of the files, also of those that have failed
         self.bar = None
         if hardware.rank != 0:
             return
@@ -1388,12 +1389,14 @@ class Logger:
                 file = open(self.folder / name, "a", encoding="utf-8")
                 file.truncate(min(run.log_sizes.get(name, 0), file.tell()))  # lines that come again
                 self.sinks[name] = file
-        self.sinks["standard output"] = sys.stdout
-        if sys.stdout.isatty():
+                self.sizes[name] = os.fstat(file.fileno()).st_size
+        if sys.stdout:  # None: closed by whoever started this process
+            self.sinks["standard output"] = sys.stdout
+        if sys.stdout and sys.stdout.isatty():
             done = run.checkpoint["step"] if run.checkpoint else 0
             self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
                             file=sys.stdout)
-        if not self.sizes()["log.txt"]:
+        if not self.sizes["log.txt"]:
             self.write_header(hp, hardware, data)
         self.write(*describe(hardware), *describe_preset(hp), *run.notes)
 
@@ -1416,10 +1419,6 @@ class Logger:
         self.record(start=True, **about, hyperparameters=as_dict(hp), origins=hp.origins,
                     environment=environment(hardware), shards=shards)
 
-    def sizes(self) -> dict[str, int]:
-        return {name: os.fstat(sink.fileno()).st_size for name, sink in self.sinks.items()
-                if name != "standard output"}
-
     def write(self, *lines: str) -> None:
         self.put("log.txt", "\n".join(lines))
         self.put("standard output", "\n".join(lines))
@@ -1434,7 +1433,8 @@ class Logger:
             tqdm.write(text, file=self.sinks[name])
             self.sinks[name].flush()
             if name != "standard output":
-                os.stat(self.folder / name)  # a deleted file accepts writes without an error
+                # a deleted file accepts writes without an error; its name is gone
+                self.sizes[name] = os.stat(self.folder / name).st_size
         except OSError as error:
             if name == "standard output":  # a closed pipe, say; Python flushes it again at exit
                 sys.stdout = open(os.devnull, "w")
@@ -1467,7 +1467,8 @@ class Logger:
 
 
 def warn(sentence: str) -> None:
-    print(f"warning: {sentence}; training continues", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # where even that cannot be written
+        print(f"warning: {sentence}; training continues", file=sys.stderr, flush=True)
 
 
 def step_metrics(trainer: Trainer, clock: Clock, step: int) -> dict:
@@ -1592,9 +1593,13 @@ def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, s
     if saver.enabled:
         about = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(trainer.hp),
                      origins=trainer.hp.origins, step=step, clock_ms=clock.now(),
-                     log_sizes=log.sizes())
+                     log_sizes=dict(log.sizes))
         saver.save(f"checkpoint_{step:07d}.pt", about | copy_to_host(state),
                    trainer.hp.keep_checkpoints)
+
+
+# What a checkpoint holds besides what a model.pt does.
+TRAINING_STATE = {"adam", "muon", "batch_index", "rng_state", "origins", "clock_ms", "log_sizes"}
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -1606,7 +1611,7 @@ def step_of(path: Path) -> int:
     return int(re.search(r"(\d+)\.pt$", path.name)[1])
 
 
-def read_checkpoint(path: Path) -> dict:
+def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
     """A checkpoint or a model.pt. Nothing in it is executed; tensors are read when used."""
     with explained(f"{path} cannot be loaded", "give another checkpoint or model.pt"):
         with zipfile.ZipFile(path) as archive:
@@ -1617,6 +1622,9 @@ def read_checkpoint(path: Path) -> dict:
         if state["format"] != CHECKPOINT_FORMAT or type(state["step"]) is not int:
             raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
         saved_hyperparameters(state)
+        missing = TRAINING_STATE - state.keys()
+        if with_training_state and missing:  # a model.pt, say
+            raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
         return state
 
 
@@ -1660,13 +1668,11 @@ def find_run(hp: Hyperparameters) -> Run:
     job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
     folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
 
-    path = Path(hp.resume)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted the ranks
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun
+    if restarted and hp.resume in ("", "auto"):
         begun = folder if hp.run_id else max(logs.glob(f"*_{job}"), default=None)
-        if begun and (checkpoints(begun) or hp.resume in ("", "auto")):
+        if begun:
             return resume_newest(begun)
-        if path.is_file() and not begun:
-            return resume_newest(path.parent)
 
     if hp.resume == "":
         if (folder / "log.txt").exists() or checkpoints(folder):
@@ -1681,18 +1687,26 @@ def find_run(hp: Hyperparameters) -> Run:
             folder = latest.parent if latest else folder
         return resume_newest(folder)
 
+    path = Path(hp.resume)
     if path.is_dir():
         run = resume_newest(path)
         if run.checkpoint is None:
             raise UserError("; ".join([f"--resume={path}: no checkpoint can be read", *run.notes]))
         return run
-    checkpoint = read_checkpoint(path)
+    if restarted and not path.exists():  # the run has removed it, after later ones
+        return resume_newest(path.parent)
+    checkpoint = read_checkpoint(path, with_training_state=True)
     note = f"resuming from {path}, step {checkpoint['step']}"
+    new_folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
+    if restarted and checkpoints(new_folder):
+        return resume_newest(new_folder)
+    if restarted and not new_folder.exists():
+        return resume_newest(path.parent)
     if any(step_of(other) > checkpoint["step"] for other in checkpoints(path.parent)):
         # An earlier checkpoint: a new folder, which a restart finds; the old run stays as it is.
-        folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
-        folder.mkdir(exist_ok=True)
-        return Run(folder, checkpoint, notes=(note,))
+        with explained(str(new_folder), "copy the checkpoint to another folder"):
+            new_folder.mkdir(exist_ok=True)
+        return Run(new_folder, checkpoint, notes=(note,))
     return Run(path.parent, checkpoint, checkpoint["log_sizes"], (note,))
 
 
@@ -1701,7 +1715,7 @@ def resume_newest(folder: Path) -> Run:
     notes = []
     for path in reversed(checkpoints(folder)):
         try:
-            checkpoint = read_checkpoint(path)
+            checkpoint = read_checkpoint(path, with_training_state=True)
         except UserError as error:
             notes.append(f"skipped: {error}")
             continue
@@ -1718,6 +1732,7 @@ def load_model(path: str, hardware: Hardware) -> GPT:
         file = saved[-1] if saved else file / "model.pt"
     state = read_checkpoint(file)
     hp = Hyperparameters(**saved_hyperparameters(state))
+    validate(hp)  # its sizes are within reason
     hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here only room for the prompt
     with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
         model = GPT(hp, hardware.dtype, "banded")
@@ -2254,6 +2269,7 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
     notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
     with contextlib.suppress(UserError):
         here = as_dict(resolve(options | dict(preset=hp.preset)))
+        here["sequence_tokens"] = here["sequence_tokens"] or saved["sequence_tokens"]  # 0: fitted
         edited = [f"{name}={here[name]} (checkpoint: {value})" for name, value in saved.items()
                   if value != here[name] and name not in MAY_CHANGE_ON_RESUME
                   and hp.origins[name] not in ("command line", "checkpoint")]
