@@ -184,7 +184,7 @@ class Hyperparameters:
     save_model: bool = True             # write model.pt at the end
     save_every: int = 0                 # steps between checkpoints; 0: only when stopped
     keep_checkpoints: int = 2           # how many of the last checkpoints stay
-    resume: str = ""                    # a checkpoint, a run's folder, or auto: the latest run
+    resume: str = ""                    # auto: the latest run; a run's folder; a checkpoint
     resume_anyway: bool = False         # resume although an option changes the training
     timeout: float = 600.0              # seconds after which a rank that is silent stops the run
     hellaswag: str = ""                 # folder made by data/hellaswag.py: score the model on it
@@ -1693,21 +1693,12 @@ def find_run(hp: Hyperparameters) -> Run:
         if run.checkpoint is None:
             raise UserError("; ".join([f"--resume={path}: no checkpoint can be read", *run.notes]))
         return run
-    if restarted and not path.exists():  # the run has removed it, after later ones
-        return resume_newest(path.parent)
+    # A checkpoint that is named: a new run from there, in a folder of its own.
     checkpoint = read_checkpoint(path, with_training_state=True)
-    note = f"resuming from {path}, step {checkpoint['step']}"
-    new_folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
-    if restarted and checkpoints(new_folder):
-        return resume_newest(new_folder)
-    if restarted and not new_folder.exists():
-        return resume_newest(path.parent)
-    if any(step_of(other) > checkpoint["step"] for other in checkpoints(path.parent)):
-        # An earlier checkpoint: a new folder, which a restart finds; the old run stays as it is.
-        with explained(str(new_folder), "copy the checkpoint to another folder"):
-            new_folder.mkdir(exist_ok=True)
-        return Run(new_folder, checkpoint, notes=(note,))
-    return Run(path.parent, checkpoint, checkpoint["log_sizes"], (note,))
+    folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
+    if restarted and checkpoints(folder):
+        return resume_newest(folder)
+    return Run(folder, checkpoint, notes=(f"resuming from {path}, step {checkpoint['step']}",))
 
 
 def resume_newest(folder: Path) -> Run:
@@ -2053,9 +2044,8 @@ def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
     if hp.sequence_tokens == 0:
         lengths = possible_sequences(hp, hardware.world_size)
         fitting = [length for length in lengths if fixed + length * per_token <= room]
-        share = max(BLOCK, min(2**16, hp.batch_tokens // hardware.world_size))
-        longest = 1 << (share.bit_length() - 1)  # where none divides the batch: validate says so
-        hp.sequence_tokens = max(fitting, default=min(lengths, default=longest))
+        shortest = min(lengths, default=BLOCK)  # where none divides the batch, micro_steps says so
+        hp.sequence_tokens = max(fitting, default=shortest)
     needed = fixed + hp.sequence_tokens * per_token
     if needed <= room:
         return ""
