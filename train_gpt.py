@@ -2044,8 +2044,9 @@ def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
     if hp.sequence_tokens == 0:
         lengths = possible_sequences(hp, hardware.world_size)
         fitting = [length for length in lengths if fixed + length * per_token <= room]
-        shortest = min(lengths, default=BLOCK)  # where none divides the batch, micro_steps says so
-        hp.sequence_tokens = max(fitting, default=shortest)
+        share = max(BLOCK, min(2**16, hp.batch_tokens // hardware.world_size))
+        power_of_two = 1 << (share.bit_length() - 1)  # where none divides the batch: validate says so
+        hp.sequence_tokens = max(fitting, default=min(lengths, default=power_of_two))
     needed = fixed + hp.sequence_tokens * per_token
     if needed <= room:
         return ""
