@@ -2045,7 +2045,7 @@ def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
         lengths = possible_sequences(hp, hardware.world_size)
         fitting = [length for length in lengths if fixed + length * per_token <= room]
         share = max(BLOCK, min(2**16, hp.batch_tokens // hardware.world_size))
-        power_of_two = 1 << (share.bit_length() - 1)  # where none divides the batch: validate says so
+        power_of_two = 1 << (share.bit_length() - 1)  # where none divides: validate says so
         hp.sequence_tokens = max(fitting, default=min(lengths, default=power_of_two))
     needed = fixed + hp.sequence_tokens * per_token
     if needed <= room:
