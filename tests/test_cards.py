@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train_gpt
-from gpu_common import needs_triton
+from harness import needs_triton
 from hypothesis import given
 from hypothesis import strategies as st
 from train_gpt import UserError, find_place, flex_tiles, parse_command_line, start_triton
