@@ -22,7 +22,7 @@ def largest_in(function, *arguments) -> tuple:
 def main(arguments: list[str]) -> None:
     trainer = training.build_trainer(arguments, micro_steps=2)
     for step in range(2):
-        training.one_step(trainer, step)
+        trainer.step(trainer.train_data.next_batch(), step)
     peak = fake_gpu.seen.peak_bytes
     loss, in_forward = largest_in(training.forward, trainer)
     _, in_backward = largest_in(loss.backward)

@@ -29,7 +29,8 @@ def run(arguments: list[str]) -> dict:
     trainer.warm_up()
     graphs = training.compiled_graphs()
     numbers = {0, 1, *training.window_changes(trainer), trainer.hp.num_steps - 1}
-    steps = {step: counted(training.one_step, trainer, step) for step in sorted(numbers)}
+    steps = {step: counted(trainer.step, trainer.train_data.next_batch(), step)
+             for step in sorted(numbers)}
     validation = counted(training.validate, trainer)
     for p in trainer.model.parameters():
         p.grad = torch.zeros_like(p)

@@ -38,10 +38,6 @@ def build_trainer(arguments: list[str], micro_steps: int) -> train_gpt.Trainer:
     return train_gpt.Trainer(hp, place)
 
 
-def one_step(trainer: train_gpt.Trainer, step: int) -> None:
-    trainer.step(trainer.train_data.next_batch(), step)
-
-
 def forward(trainer: train_gpt.Trainer) -> torch.Tensor:
     """The loss of one sequence."""
     inputs, targets = trainer.train_data.next_batch()[0]
