@@ -2074,6 +2074,9 @@ def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
                  vocab_size=hp.vocab_size)
     check_budget(hp, train, hp.num_steps, "num_steps", 1)
     check_budget(hp, val, hp.val_tokens // hp.sequence_tokens, "val_tokens", hp.sequence_tokens)
+    if hp.hellaswag:
+        with data_module("hellaswag") as hellaswag:
+            hellaswag.read_tasks(hp.hellaswag, hp.vocab_size, hp.document_token)
     train_hashes, _ = check_manifests(hp, train)
     val_hashes, bytes_per_token = check_manifests(hp, val)
     return Data(train, val, bytes_per_token, train_hashes | val_hashes)

@@ -51,6 +51,14 @@ def write_shard(path: Path, tokens, magic: int = 20240520, version: int = 1,
     return path
 
 
+def write_manifest(folder: Path, entries: list[dict], **changes) -> None:
+    """A manifest of shards in a folder. entries: what differs from the entry of made-up shards."""
+    usual = dict(split="train", tokens=20_000, documents=1, text_bytes=20_000, sha256="")
+    manifest = dict(format=1, complete=True, source="a test", tokenizer="bytes", vocab_size=64,
+                    document_token=63, shards=[usual | entry for entry in entries])
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
 def make_data(folder: Path, vocab_size: int = 64, tokens: int = 20_000,
               document_token: int = 63) -> list[str]:
     """Two training shards and one of validation that can be learned; the options that name them."""

@@ -1,6 +1,5 @@
 """Logging: all that repeating a run takes; a run continues when a log cannot be written."""
 import io
-import json
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ from helpers import (
     make_data,
     send_signal,
     trained,
+    write_manifest,
 )
 
 import train_gpt
@@ -114,11 +114,8 @@ def test_the_header_has_the_sha256_of_each_shard_where_a_manifest_says_it(tmp_pa
     assert {entry["sha256"] for entry in without.values()} == {None}
     names = ("train_000000.bin", "train_000001.bin", "val_000000.bin")
     hashes = {name: f"{number}" * 64 for number, name in enumerate(names)}
-    entries = [dict(file=name, split=name.split("_")[0], tokens=20_000, documents=1,
-                    text_bytes=20_000, sha256=sha256) for name, sha256 in hashes.items()]
-    (tmp_path / "manifest.json").write_text(json.dumps(dict(
-        format=1, complete=True, source="a test", tokenizer="bytes", vocab_size=64,
-        document_token=63, shards=entries)))
+    write_manifest(tmp_path, [dict(file=name, split=name.split("_")[0], sha256=sha256)
+                              for name, sha256 in hashes.items()])
     result = start_log(tmp_path / "with", data)
     shards = result.metrics[0]["shards"]
     assert {Path(path).name: entry["sha256"] for path, entry in shards.items()} == hashes

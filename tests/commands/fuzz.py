@@ -3,11 +3,10 @@
 For the tests and for ./run.sh faults.
 """
 import io
-import json
 from pathlib import Path
 
 import torch
-from helpers import TINY, write_shard
+from helpers import TINY, write_manifest, write_shard
 from hypothesis import strategies as st
 
 import train_gpt
@@ -59,12 +58,11 @@ def fuzz_shard(folder: Path, changes: list) -> None:
 
 def fuzz_manifest(folder: Path, changes: list) -> None:
     path = write_shard(folder / "fuzz.bin", torch.arange(3000).numpy() % 64)
-    manifest = dict(format=1, complete=True, source="", tokenizer="bytes", vocab_size=64,
-                    document_token=63, shards=[dict(file="fuzz.bin", split="train", tokens=3000,
-                                                    documents=1, text_bytes=9000, sha256="0" * 64)])
-    (folder / "manifest.json").write_bytes(mutate(json.dumps(manifest).encode(), changes))
+    write_manifest(folder, [dict(file="fuzz.bin", tokens=3000, text_bytes=9000)])
+    manifest = folder / "manifest.json"
+    manifest.write_bytes(mutate(manifest.read_bytes(), changes))
     found = read_or_refused(lambda: bytes_per_token(path))
-    (folder / "manifest.json").unlink()
+    manifest.unlink()
     assert found is None or (type(found) is float and 0 < found < 1e300)
 
 

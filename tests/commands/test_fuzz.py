@@ -1,5 +1,4 @@
 """Mutated files, a few of each kind (./run.sh faults has many more), and shards that change."""
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from fuzz import (
     mutations,
     read_or_refused,
 )
-from helpers import SIX_STEPS, make_trainer, write_shard
+from helpers import SIX_STEPS, make_trainer, write_manifest, write_shard
 from hypothesis import given, settings
 
 import train_gpt
@@ -45,10 +44,7 @@ def test_mutated_checkpoints(tmp_path_factory, whole, trainer, changes):
 @pytest.mark.parametrize("tokens, text_bytes", [(3000, 10**400), (3000, -5), (0, 9)])
 def test_a_manifest_with_impossible_numbers_gives_no_ratio(tmp_path, tokens, text_bytes):
     path = write_shard(tmp_path / "a.bin", torch.arange(tokens).numpy() % 64)
-    (tmp_path / "manifest.json").write_text(json.dumps(dict(
-        format=1, complete=True, source="", tokenizer="bytes", vocab_size=64, document_token=63,
-        shards=[dict(file="a.bin", split="train", tokens=tokens, documents=1, sha256="",
-                     text_bytes=text_bytes)])))
+    write_manifest(tmp_path, [dict(file="a.bin", tokens=tokens, text_bytes=text_bytes)])
     assert read_or_refused(lambda: bytes_per_token(path)) is None
 
 
