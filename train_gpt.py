@@ -186,7 +186,7 @@ class Hyperparameters:
     save_model: bool = True             # write model.pt at the end
     save_every: int = 0                 # steps between checkpoints; 0: only when stopped
     keep_checkpoints: int = 2           # how many of the last checkpoints stay
-    resume: str = ""                    # a checkpoint, a run's folder, or auto: the latest run
+    resume: str = ""                    # auto: the latest run; a run's folder; a checkpoint
     resume_anyway: bool = False         # resume although an option changes the training
     timeout: float = 600.0              # seconds after which a rank that is silent stops the run
     hellaswag: str = ""                 # folder made by data/hellaswag.py: score the model on it
@@ -1381,6 +1381,7 @@ class Logger:
     def __init__(self, run, hp: Hyperparameters, hardware: Hardware, data: Data):
         self.folder = run.folder
         self.sinks = {}
+        self.sizes = {}     # of the files, also of those that have failed
         self.bar = None
         if hardware.rank != 0:
             return
@@ -1390,12 +1391,14 @@ class Logger:
                 file = open(self.folder / name, "a", encoding="utf-8")
                 file.truncate(min(run.log_sizes.get(name, 0), file.tell()))  # lines that come again
                 self.sinks[name] = file
-        self.sinks["standard output"] = sys.stdout
-        if sys.stdout.isatty():
+                self.sizes[name] = os.fstat(file.fileno()).st_size
+        if sys.stdout:  # None: closed by whoever started this process
+            self.sinks["standard output"] = sys.stdout
+        if sys.stdout and sys.stdout.isatty():
             done = run.checkpoint["step"] if run.checkpoint else 0
             self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
                             file=sys.stdout)
-        if not self.sizes()["log.txt"]:
+        if not self.sizes["log.txt"]:
             self.write_header(hp, hardware, data)
         self.write(*describe(hardware), *describe_preset(hp), *run.notes)
 
@@ -1418,10 +1421,6 @@ class Logger:
         self.record(start=True, **about, hyperparameters=as_dict(hp), origins=hp.origins,
                     environment=environment(hardware), shards=shards)
 
-    def sizes(self) -> dict[str, int]:
-        return {name: os.fstat(sink.fileno()).st_size for name, sink in self.sinks.items()
-                if name != "standard output"}
-
     def write(self, *lines: str) -> None:
         self.put("log.txt", "\n".join(lines))
         self.put("standard output", "\n".join(lines))
@@ -1436,7 +1435,8 @@ class Logger:
             tqdm.write(text, file=self.sinks[name])
             self.sinks[name].flush()
             if name != "standard output":
-                os.stat(self.folder / name)  # a deleted file accepts writes without an error
+                # a deleted file accepts writes without an error; its name is gone
+                self.sizes[name] = os.stat(self.folder / name).st_size
         except OSError as error:
             if name == "standard output":  # a closed pipe, say; Python flushes it again at exit
                 sys.stdout = open(os.devnull, "w")
@@ -1469,7 +1469,8 @@ class Logger:
 
 
 def warn(sentence: str) -> None:
-    print(f"warning: {sentence}; training continues", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # where even that cannot be written
+        print(f"warning: {sentence}; training continues", file=sys.stderr, flush=True)
 
 
 def step_metrics(trainer: Trainer, clock: Clock, step: int) -> dict:
@@ -1594,9 +1595,13 @@ def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, s
     if saver.enabled:
         about = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(trainer.hp),
                      origins=trainer.hp.origins, step=step, clock_ms=clock.now(),
-                     log_sizes=log.sizes())
+                     log_sizes=dict(log.sizes))
         saver.save(f"checkpoint_{step:07d}.pt", about | copy_to_host(state),
                    trainer.hp.keep_checkpoints)
+
+
+# What a checkpoint holds besides what a model.pt does.
+TRAINING_STATE = {"adam", "muon", "batch_index", "rng_state", "origins", "clock_ms", "log_sizes"}
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -1608,7 +1613,7 @@ def step_of(path: Path) -> int:
     return int(re.search(r"(\d+)\.pt$", path.name)[1])
 
 
-def read_checkpoint(path: Path) -> dict:
+def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
     """A checkpoint or a model.pt. Nothing in it is executed; tensors are read when used."""
     with explained(f"{path} cannot be loaded", "give another checkpoint or model.pt"):
         with zipfile.ZipFile(path) as archive:
@@ -1619,6 +1624,9 @@ def read_checkpoint(path: Path) -> dict:
         if state["format"] != CHECKPOINT_FORMAT or type(state["step"]) is not int:
             raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
         saved_hyperparameters(state)
+        missing = TRAINING_STATE - state.keys()
+        if with_training_state and missing:  # a model.pt, say
+            raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
         return state
 
 
@@ -1662,13 +1670,11 @@ def find_run(hp: Hyperparameters) -> Run:
     job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
     folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
 
-    path = Path(hp.resume)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted the ranks
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun
+    if restarted and hp.resume in ("", "auto"):
         begun = folder if hp.run_id else max(logs.glob(f"*_{job}"), default=None)
-        if begun and (checkpoints(begun) or hp.resume in ("", "auto")):
+        if begun:
             return resume_newest(begun)
-        if path.is_file() and not begun:
-            return resume_newest(path.parent)
 
     if hp.resume == "":
         if (folder / "log.txt").exists() or checkpoints(folder):
@@ -1683,19 +1689,18 @@ def find_run(hp: Hyperparameters) -> Run:
             folder = latest.parent if latest else folder
         return resume_newest(folder)
 
+    path = Path(hp.resume)
     if path.is_dir():
         run = resume_newest(path)
         if run.checkpoint is None:
             raise UserError("; ".join([f"--resume={path}: no checkpoint can be read", *run.notes]))
         return run
-    checkpoint = read_checkpoint(path)
-    note = f"resuming from {path}, step {checkpoint['step']}"
-    if any(step_of(other) > checkpoint["step"] for other in checkpoints(path.parent)):
-        # An earlier checkpoint: a new folder, which a restart finds; the old run stays as it is.
-        folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
-        folder.mkdir(exist_ok=True)
-        return Run(folder, checkpoint, notes=(note,))
-    return Run(path.parent, checkpoint, checkpoint["log_sizes"], (note,))
+    # A checkpoint that is named: a new run from there, in a folder of its own.
+    checkpoint = read_checkpoint(path, with_training_state=True)
+    folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
+    if restarted and checkpoints(folder):
+        return resume_newest(folder)
+    return Run(folder, checkpoint, notes=(f"resuming from {path}, step {checkpoint['step']}",))
 
 
 def resume_newest(folder: Path) -> Run:
@@ -1703,7 +1708,7 @@ def resume_newest(folder: Path) -> Run:
     notes = []
     for path in reversed(checkpoints(folder)):
         try:
-            checkpoint = read_checkpoint(path)
+            checkpoint = read_checkpoint(path, with_training_state=True)
         except UserError as error:
             notes.append(f"skipped: {error}")
             continue
@@ -1720,6 +1725,7 @@ def load_model(path: str, hardware: Hardware) -> GPT:
         file = saved[-1] if saved else file / "model.pt"
     state = read_checkpoint(file)
     hp = Hyperparameters(**saved_hyperparameters(state))
+    validate(hp)  # its sizes are within reason
     hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here only room for the prompt
     with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
         model = GPT(hp, hardware.dtype, "banded")
@@ -2041,8 +2047,8 @@ def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
         lengths = possible_sequences(hp, hardware.world_size)
         fitting = [length for length in lengths if fixed + length * per_token <= room]
         share = max(BLOCK, min(2**16, hp.batch_tokens // hardware.world_size))
-        longest = 1 << (share.bit_length() - 1)  # where none divides the batch: validate says so
-        hp.sequence_tokens = max(fitting, default=min(lengths, default=longest))
+        power_of_two = 1 << (share.bit_length() - 1)  # where none divides: validate says so
+        hp.sequence_tokens = max(fitting, default=min(lengths, default=power_of_two))
     needed = fixed + hp.sequence_tokens * per_token
     if needed <= room:
         return ""
@@ -2257,6 +2263,7 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
     notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
     with contextlib.suppress(UserError):
         here = as_dict(resolve(options | dict(preset=hp.preset)))
+        here["sequence_tokens"] = here["sequence_tokens"] or saved["sequence_tokens"]  # 0: fitted
         edited = [f"{name}={here[name]} (checkpoint: {value})" for name, value in saved.items()
                   if value != here[name] and name not in MAY_CHANGE_ON_RESUME
                   and hp.origins[name] not in ("command line", "checkpoint")]

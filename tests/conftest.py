@@ -1,5 +1,6 @@
 """Paths, threads and fixtures of the tests; helpers.py has what they call."""
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -11,8 +12,17 @@ sys.path[:0] = [str(HERE / name) for name in (".", "commands", "gpu", "data", "r
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from helpers import TINY_FIELDS, hyperparameters, make_data, write_shard  # noqa: E402
+from helpers import (  # noqa: E402
+    SIX_STEPS,
+    TINY_FIELDS,
+    Result,
+    hyperparameters,
+    make_data,
+    write_shard,
+)
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+import train_gpt  # noqa: E402
 
 torch.set_num_threads(1)
 settings.register_profile("trainer", deadline=None, derandomize=True, max_examples=40,
@@ -57,3 +67,24 @@ def make_shards(tmp_path):
 def data(tmp_path_factory) -> list[str]:
     """The options that name small shards and a log folder of this test file."""
     return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(data) -> Result:
+    """A run of SIX_STEPS that nothing happened to; all of its checkpoints are there."""
+    assert train_gpt.main([*SIX_STEPS, *data, "--run_id=whole"]) == 0
+    return Result(Path(data[-1].partition("=")[2]) / "whole")
+
+
+@pytest.fixture
+def cut(whole, tmp_path):
+    """cut(step): a copy of that run's folder as if it had been killed some time after a step."""
+    def make(step: int, source: Path = whole.folder) -> Path:
+        folder = tmp_path / f"logs{step}" / "run"
+        shutil.copytree(source, folder)
+        (folder / "model.pt").unlink()
+        for path in train_gpt.checkpoints(folder):
+            if train_gpt.step_of(path) > step:
+                path.unlink()
+        return folder
+    return make

@@ -1,4 +1,4 @@
-"""What the tests share: small shards, tiny hyperparameters, and the trainer started as users start it."""
+"""What the tests share: small shards, tiny hyperparameters, the trainer started as users do."""
 import contextlib
 import json
 import os
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -34,6 +35,9 @@ TINY = ["--device=cpu", "--preset=laptop", "--num_steps=4", "--batch_tokens=1024
         "--sequence_tokens=256", "--segment_tokens=128", "--val_tokens=1024", "--num_layers=4",
         "--num_heads=2", "--model_dim=32", "--vocab_size=64", "--document_token=63",
         "--window_start=128", "--window_end=256", "--log_every=1", "--sample_tokens=3"]
+# The same with checkpoints, of which all stay, and validations, on one to three ranks.
+SIX_STEPS = [*TINY, "--num_steps=6", "--val_every=2", "--batch_tokens=1536", "--save_every=2",
+             "--keep_checkpoints=3"]
 
 
 # ---- data ----
@@ -96,13 +100,44 @@ def train_steps(trainer: train_gpt.Trainer, steps: int) -> list[float]:
     return [trainer.step(trainer.data.train.next_batch(), step) for step in range(steps)]
 
 
+def before_step(monkeypatch, number: int, action) -> None:
+    """Runs in this process call action(trainer) before this step, counted from 0."""
+    original = train_gpt.Trainer.step
+
+    def step(self, batch, at):
+        if at == number:
+            action(self)
+        return original(self, batch, at)
+    monkeypatch.setattr(train_gpt.Trainer, "step", step)
+
+
+def before_validation(monkeypatch, number: int, action) -> list[int]:
+    """Likewise before this sequence of all validations of a run; returns the list of those read."""
+    original = train_gpt.Loader.next_batch
+    read = []
+
+    def next_batch(self, **options):
+        if "stride" in options:  # only validation has one
+            if len(read) == number:
+                action()
+            read.append(len(read))
+        return original(self, **options)
+    monkeypatch.setattr(train_gpt.Loader, "next_batch", next_batch)
+    return read
+
+
+def send_signal(number: int = signal.SIGTERM) -> None:
+    """To this process."""
+    os.kill(os.getpid(), number)
+
+
 # ---- as processes ----
 
 def free_port() -> int:
-    """Below those that the system gives to connections, of which other tests make many."""
+    """Below the ports that the system gives to connections, which other tests open meanwhile."""
     while True:
+        port = random.randint(10_000, 30_000)
         with socket.socket() as server, contextlib.suppress(OSError):
-            port = random.randint(10_000, 30_000)
             server.bind(("127.0.0.1", port))
             return port
 
@@ -139,6 +174,22 @@ class Result:
         self.metrics = [json.loads(line) for line in lines]
         self.train_losses = [m["train_loss"] for m in self.metrics if "train_loss" in m]
         self.val_losses = [m["val_loss"] for m in self.metrics if "val_loss" in m and "step" in m]
+        self.losses = self.train_losses + self.val_losses
+
+    @property
+    def steps(self) -> list[str]:
+        """The lines of the log about steps, without their times."""
+        return [line.partition(" train_time")[0] for line in self.log.splitlines()
+                if line.startswith("step:")]
+
+    @property
+    def weights(self) -> dict:
+        return torch.load(self.folder / "model.pt", weights_only=True)["model"]
+
+
+def equal(one: dict, other: dict) -> bool:
+    """The same tensors, bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 class BackgroundRun:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_common import needs_triton
+from harness import needs_triton
 from helpers import DATED, TINY, hyperparameters, make_trainer, train_steps
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,0 +1,64 @@
+"""Mutated files, a few of each kind (./run.sh faults has many more), and shards that change."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz import (
+    bytes_per_token,
+    fuzz_checkpoint,
+    fuzz_manifest,
+    fuzz_shard,
+    mutations,
+    read_or_refused,
+)
+from helpers import SIX_STEPS, make_trainer, write_shard
+from hypothesis import given, settings
+
+import train_gpt
+
+
+@pytest.fixture(scope="module")
+def trainer(data) -> train_gpt.Trainer:
+    return make_trainer(train_gpt.parse_command_line([*SIX_STEPS, *data]))
+
+
+@settings(max_examples=150)
+@given(changes=mutations())
+def test_mutated_shards(tmp_path_factory, changes):
+    fuzz_shard(tmp_path_factory.getbasetemp(), changes)
+
+
+@settings(max_examples=150)
+@given(changes=mutations())
+def test_mutated_manifests(tmp_path_factory, changes):
+    fuzz_manifest(tmp_path_factory.getbasetemp(), changes)
+
+
+@settings(max_examples=60)
+@given(changes=mutations())
+def test_mutated_checkpoints(tmp_path_factory, whole, trainer, changes):
+    content = (whole.folder / "checkpoint_0000004.pt").read_bytes()
+    fuzz_checkpoint(tmp_path_factory.getbasetemp(), changes, content, trainer)
+
+
+@pytest.mark.parametrize("tokens, text_bytes", [(3000, 10**400), (3000, -5), (0, 9)])
+def test_a_manifest_with_impossible_numbers_gives_no_ratio(tmp_path, tokens, text_bytes):
+    path = write_shard(tmp_path / "a.bin", torch.arange(tokens).numpy() % 64)
+    (tmp_path / "manifest.json").write_text(json.dumps(dict(
+        format=1, complete=True, source="", tokenizer="bytes", vocab_size=64, document_token=63,
+        shards=[dict(file="a.bin", split="train", tokens=tokens, documents=1, sha256="",
+                     text_bytes=text_bytes)])))
+    assert read_or_refused(lambda: bytes_per_token(path)) is None
+
+
+@pytest.mark.parametrize("change", [
+    Path.unlink, lambda path: path.write_bytes(b""),
+    lambda path: write_shard(path, torch.arange(300).numpy() % 64)],
+    ids=["removed", "emptied", "replaced"])
+def test_a_shard_that_changes_after_the_start_is_named(tmp_path, change):
+    path = write_shard(tmp_path / "a.bin", torch.arange(3000).numpy() % 64)
+    loader = train_gpt.Loader(str(path), 512, 256, vocab_size=64)
+    change(path)
+    with pytest.raises(train_gpt.UserError, match="a.bin: removed or changed since the run began"):
+        loader.next_batch()
