@@ -110,7 +110,9 @@ def reason_of(error: BaseException) -> str:
         return error.strerror
     if isinstance(error, KeyError):
         return f"{error} is missing"
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    if isinstance(error, pickle.UnpicklingError):  # PyTorch's advice would be to run what is in it
+        return "it is damaged, or holds more than tensors and numbers"
+    return " ".join(str(error).split())[:200] or "no reason was given"
 
 
 # ═══ 1  Hyperparameters: edit them here, or give --name=value ═════════════════════════════════════
@@ -2181,13 +2183,14 @@ def build_parser(shown: Hyperparameters | None = None) -> Parser:
     kinds = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
     for line in inspect.getsource(Hyperparameters).splitlines():
         heading = re.fullmatch(r"    # (.+)", line)
-        field = re.fullmatch(r"    (\w+): [\w |]+ = .+?  # (.+)", line)
+        field = re.fullmatch(r"    (\w+): [\w |]+ = .+?(?:\s+# (.+))?", line)
         if heading:
             group = parser.add_argument_group(heading[1])
         elif field:
-            name, meaning = field.groups()
+            name, meaning = field.groups("")
             group.add_argument(f"--{name}", type=functools.partial(parse_value, kinds[name]),
-                               metavar=getattr(shown, name, None), help=meaning.replace("%", "%%"),
+                               metavar=str(getattr(shown, name, "")),
+                               help=meaning.replace("%", "%%"),
                                nargs="?" if kinds[name] is bool else None,
                                const=True if kinds[name] is bool else None,
                                action="append" if name == "preset" else "store")
@@ -2374,11 +2377,11 @@ def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
 
 
 def main(arguments: list[str]) -> int:
-    if {"--help", "-h"} & set(arguments):
-        build_parser(resolve({})).print_help()
-        return 0
     code = None
     try:
+        if {"--help", "-h"} & set(arguments):
+            build_parser(resolve({})).print_help()
+            return 0
         with shared_errors():
             hp, run = prepare_run(parse_options(arguments))
         if hp.show:
