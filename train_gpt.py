@@ -1007,9 +1007,9 @@ class Muon(torch.optim.Optimizer):
         self.orthogonal_updates = orthogonal_updates
         self.apply_updates = apply_updates
         if compiled:
-            compiler = torch.compile(dynamic=False, fullgraph=True)
-            self.orthogonal_updates = compiler(orthogonal_updates)
-            self.apply_updates = compiler(apply_updates)
+            options = dict(dynamic=False, fullgraph=True)
+            self.orthogonal_updates = torch.compile(orthogonal_updates, **options)
+            self.apply_updates = torch.compile(apply_updates, **options)
         sizes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
         groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == size])
                   for size in sizes]

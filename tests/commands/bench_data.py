@@ -1,9 +1,10 @@
 """Speed of data/tokenize_text.py in one process: python tests/commands/bench_data.py [TEXT]
 
-GPT-2 tokens against tiktoken alone on the same documents (at least 0.7 times as fast), and bytes (at least
-100 MB/s). Both start with the text on the disk and end with shards, hashed and forced to the disk. TEXT is
+GPT-2 tokens against tiktoken alone on the same documents (at least 0.7 times as fast), and bytes
+(at least 100 MB/s). Both start with the text on the disk and end with hashed shards. TEXT is
 any large text file; without it, made-up text is used.
 """
+
 import sys
 import tempfile
 import time
@@ -25,18 +26,20 @@ def made_up_text(num_bytes: int) -> str:
     """Words with the frequencies of a natural language, in paragraphs."""
     generator = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgk"))
-    words = ["".join(letters[np.minimum(generator.geometric(0.12, length) - 1, 21)])
-             for length in generator.integers(2, 11, 20_000)]
+    words = [
+        "".join(letters[np.minimum(generator.geometric(0.12, length) - 1, 21)])
+        for length in generator.integers(2, 11, 20_000)
+    ]
     chosen = np.minimum(generator.zipf(1.2, num_bytes // 6), 20_000) - 1
     return " ".join(words[number] for number in chosen)[:num_bytes]
 
 
 def documents_of(text: str) -> list[str]:
-    return [text[start:start + 4000] for start in range(0, len(text), 4000)]
+    return [text[start : start + 4000] for start in range(0, len(text), 4000)]
 
 
 def seconds(action, repeats: int = 3) -> float:
-    """Seconds of one core, the system's work included; the fastest of several, for others use it too."""
+    """Seconds of one core, the system's work included; the fastest of several."""
     times = []
     for _ in range(repeats):
         began = time.process_time()
@@ -46,8 +49,16 @@ def seconds(action, repeats: int = 3) -> float:
 
 
 def tokenize(path: Path, out: Path, tokenizer: str) -> None:
-    options = tokenize_text.parse([str(path), f"--out={out}", "--processes=1", f"--tokenizer={tokenizer}",
-                                   f"--separator={SEPARATOR}", "--val=0.02"])
+    options = tokenize_text.parse(
+        [
+            str(path),
+            f"--out={out}",
+            "--processes=1",
+            f"--tokenizer={tokenizer}",
+            f"--separator={SEPARATOR}",
+            "--val=0.02",
+        ]
+    )
     if tokenizer == "gpt2":
         about = "gpt2", vocabulary.VOCAB_SIZE, vocabulary.DOCUMENT_TOKEN, vocabulary.lengths()
     else:
@@ -71,12 +82,18 @@ def measure(text: str) -> dict[str, float]:
 
 
 def main() -> int:
-    text = Path(sys.argv[1]).read_text(errors="replace") if len(sys.argv) > 1 else made_up_text(BPE_BYTES)
+    text = (
+        Path(sys.argv[1]).read_text(errors="replace")
+        if len(sys.argv) > 1
+        else made_up_text(BPE_BYTES)
+    )
     ratios = measure(text)
     print(f"{'tokenizing, one core':<26}{'ratio':>8}{'required':>10}")
     for name, ratio in ratios.items():
-        print(f"{name:<26}{ratio:>8.2f}{REQUIRED[name]:>10.2f}  "
-              f"{'ok' if ratio >= REQUIRED[name] else 'TOO SLOW'}")
+        print(
+            f"{name:<26}{ratio:>8.2f}{REQUIRED[name]:>10.2f}  "
+            f"{'ok' if ratio >= REQUIRED[name] else 'TOO SLOW'}"
+        )
     return 0 if all(ratio >= REQUIRED[name] for name, ratio in ratios.items()) else 1
 
 

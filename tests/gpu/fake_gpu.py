@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -197,8 +198,7 @@ def install(name: str = "H100", device_index: int = 0, depth: str = "all") -> No
     mock_inductor(depth)
     mock_streams()
     if depth == "trace":
-        compile = torch.compile
-        torch.compile = lambda model, **options: compile(model, **options, backend="aot_eager")
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
 def build_shim() -> Path:
@@ -495,7 +495,7 @@ def session():
     class Mode(FakeTensorMode):
         depth = 0  # an operator may be made of others: only the outermost is a call
 
-        def dispatch(self, function, types, args=(), kwargs={}):
+        def dispatch(self, function, types, args=(), kwargs=None):
             if function in SAME_DTYPE:
                 first, second = (args[position] for position in SAME_DTYPE[function])
                 if first.dtype != second.dtype:
@@ -503,6 +503,7 @@ def session():
                                        f"{second.dtype}")
             elif function.namespace == "c10d":
                 check_collective(function, args)
+            kwargs = kwargs or {}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
             self.depth += 1
