@@ -270,6 +270,9 @@ def mock_fake_tensors() -> None:
     FakeTensor.__format__ = lambda t, spec: format(item(t), spec) if spec else repr(t)
     FakeTensor.__deepcopy__ = lambda tensor, memo: tensor.detach().clone()
     torch.Tensor.__deepcopy__ = outside_modes(torch.Tensor.__deepcopy__)  # a graph's constants
+    set_rng_state = torch.random.set_rng_state
+    torch.random.set_rng_state = lambda state: (
+        None if isinstance(state, FakeTensor) else set_rng_state(state))  # warm-up restores it
     FakeTensor.pin_memory = torch.Tensor.pin_memory = lambda tensor, *a, **k: tensor
     torch.utils.swap_tensors = swap_tensors
 
