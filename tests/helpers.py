@@ -151,14 +151,14 @@ def free_port() -> int:
 
 
 def run(arguments: list[str], ranks: int = 1, timeout: int = 900, cwd: Path = ROOT,
-        **variables) -> subprocess.CompletedProcess:
-    """The trainer in one process, or under torchrun itself with several."""
+        script: Path = SCRIPT, **variables) -> subprocess.CompletedProcess:
+    """The trainer, or another script, in one process, or under torchrun itself with several."""
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     environment = {key: value for key, value in os.environ.items()
                    if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run([sys.executable, *launcher, str(SCRIPT), *arguments], text=True, cwd=cwd,
+    return subprocess.run([sys.executable, *launcher, str(script), *arguments], text=True, cwd=cwd,
                           capture_output=True, timeout=timeout,
                           env=environment | {"OMP_NUM_THREADS": "1"} | variables)
 

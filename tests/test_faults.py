@@ -1,5 +1,6 @@
-"""What really happens to runs, with real processes: signals, killed and stuck ranks, ranks that drift, lost machines."""
+"""Ranks and faults: signals, killed and silent ranks, ranks that differ, lost machines."""
 import contextlib
+import errno
 import os
 import random
 import re
@@ -7,23 +8,32 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import (
+    ROOT,
+    SCRIPT,
+    SIX_STEPS,
+    TINY,
+    BackgroundRun,
+    Result,
+    before_step,
+    before_validation,
+    equal,
+    free_port,
+    run,
+    send_signal,
+    trained,
+)
 
 import train_gpt
-from helpers import ROOT, SCRIPT, TINY, Result, make_data, trained
-from test_launch import free_port
 
 LONG = [*TINY, "--num_steps=30", "--val_every=10", "--save_every=4"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> list[str]:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -34,275 +44,457 @@ def undisturbed(data) -> Result:
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    for run in Run.started:
-        if run.process.poll() is None:  # the test failed
-            run.kill_all()
-    Run.started.clear()
+    for started in BackgroundRun.started:
+        if started.process.poll() is None:  # the test failed
+            started.kill_all()
+    BackgroundRun.started.clear()
 
 
-class Run:
-    """A run in the background, its output in a file that can be read meanwhile."""
-    started = []
-
-    def __init__(self, data: list[str], name: str, *options: str, command: list[str] | None = None, ranks: int = 2,
-                 restarts: int = 0, script: Path = SCRIPT, base: list[str] = LONG, **variables):
-        logs = Path(data[-1].partition("=")[2])
-        self.folder, self.path = logs / name, logs.parent / f"{name}_{random.random()}.out"
-        launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-                                          f"--max-restarts={restarts}"]
-        command = command or [sys.executable, *launcher, str(script)]
-        self.process = subprocess.Popen([*command, *base, *data, f"--run_id={name}", *options], start_new_session=True,
-                                        stdout=open(self.path, "w"), stderr=subprocess.STDOUT,
-                                        env=os.environ | {"OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR"} | variables)
-        self.started.append(self)
-
-    @property
-    def output(self) -> str:
-        return self.path.read_text()
-
-    def until(self, text: str, timeout: float = 600) -> None:
-        deadline = time.monotonic() + timeout
-        while not re.search(text, self.output):
-            assert time.monotonic() < deadline and self.process.poll() is None, self.output
-            time.sleep(0.02)
-
-    def ranks(self) -> dict[int, int]:
-        """The process of each rank, among the launcher's children."""
-        found = {}
-        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            with contextlib.suppress(OSError):  # it may have ended since
-                entries = Path(f"/proc/{child}/environ").read_text().split("\0")
-                found |= {int(entry[5:]): int(child) for entry in entries if entry.startswith("RANK=")}
-        return found
-
-    def wait(self, timeout: float = 600) -> int:
-        return self.process.wait(timeout)
-
-    def kill_all(self) -> None:
-        """A machine that goes: the launcher and its ranks at once."""
-        for pid in [self.process.pid, *self.ranks().values()]:
-            os.kill(pid, signal.SIGKILL)
+def start(data: list[str], name: str, *options: str, **settings) -> BackgroundRun:
+    return BackgroundRun(data, name, *options, base=LONG, **settings)
 
 
-def waiting_copy(folder: Path, step: int, until: str = "self.interrupted") -> Path:
-    """The trainer and its launcher, but every rank waits before a step until it is signalled or folder/go is there.
+def patched_script(folder: Path, patch: str) -> Path:
+    """A script that trains with some of the trainer's functions replaced by those of the patch.
 
-    What a test does meanwhile is done in the middle of the run, however slow the machine.
+    Every rank writes its exit code into the folder.
     """
-    gate = f"""
-without_waiting = Trainer.step
-def waiting(self, batch, number):
+    path = folder / "train_gpt.py"
+    end = f"""
+{patch}
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    Path({str(folder)!r}, f"exit_code_{{os.environ.get('RANK', 0)}}").write_text(str(code))
+    sys.exit(code)
+"""
+    path.write_text(SCRIPT.read_text().partition("\nif __name__ ==")[0] + end)
+    return path
+
+
+def waiting_script(folder: Path, step: int, until: str = "self.stop_requested") -> Path:
+    """Every rank waits before a step until it is signalled or folder/go exists.
+
+    What a test does meanwhile happens in the middle of the run, however slow the machine.
+    """
+    return patched_script(folder, f"""
+original_step = Trainer.step
+def step(self, batch, number):
     while number == {step} and not ({until}) and not Path({str(folder / "go")!r}).exists():
         time.sleep(0.01)
-    return without_waiting(self, batch, number)
-Trainer.step = waiting
-"""
-    for name in ("run.sh", "requirements.txt"):
-        shutil.copy(ROOT / name, folder)
-    (folder / "train_gpt.py").write_text(SCRIPT.read_text().replace("\nif __name__ ==", f"{gate}\nif __name__ =="))
-    return folder
+    return original_step(self, batch, number)
+Trainer.step = step
+""")
 
 
-def same(folder: Path, other: Result) -> None:
-    result = Result(folder, subprocess.CompletedProcess([], 0, ""))
-    assert result.train_losses == other.train_losses and result.val_losses == other.val_losses
+def exit_codes(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.glob("exit_code_*"))]
 
 
-def test_a_signal_to_one_rank_stops_all_after_a_checkpoint_and_a_second_run_finishes(data, undisturbed, tmp_path):
-    run = Run(data, "term", "--save_every=0", script=waiting_copy(tmp_path, 7) / "train_gpt.py")
-    run.until("step:7/30 train_loss")
-    os.kill(run.ranks()[1], signal.SIGTERM)
+# ---- signals, in this process ----
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_finishes_the_step_saves_and_stops(data, whole, tmp_path, capfd, monkeypatch,
+                                                    number):
+    def interrupt(trainer):
+        capfd.readouterr()
+        send_signal(number)
+        answer = capfd.readouterr()  # at once, while the step is still to be done
+        assert answer.err == "\nstopping after this step; press again to quit now\n"
+    arguments = [*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--save_every=0"]
+    with monkeypatch.context() as patched:
+        before_step(patched, 2, interrupt)
+        assert train_gpt.main([*arguments, "--run_id=s"]) == 128 + number
+    folder = tmp_path / "s"
+    stopped = f"stopped by {number.name} after step 3; resume with --resume={folder}\n"
+    assert stopped in capfd.readouterr().out
+    assert [path.name for path in train_gpt.checkpoints(folder)] == ["checkpoint_0000003.pt"]
+    if number == signal.SIGTERM:
+        assert train_gpt.main([f"--resume={folder}"]) == 0
+        assert Result(folder).steps == whole.steps
+        assert equal(Result(folder).weights, whole.weights)
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+@pytest.mark.parametrize("sequence, step", [(5, 2), (13, 6)], ids=["in the middle", "at the end"])
+def test_a_signal_during_validation_loses_nothing(data, whole, tmp_path, capsys, monkeypatch,
+                                                  sequence, step, save_every):
+    """Each validation has 4 sequences, the first one is before step 1."""
+    arguments = [*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--run_id=v",
+                 f"--save_every={save_every}"]
+    with monkeypatch.context() as patched:
+        read = before_validation(patched, sequence, send_signal)
+        assert train_gpt.main(arguments) == 128 + signal.SIGTERM
+    assert len(read) == sequence + 1  # it looks between the sequences
+    folder = tmp_path / "v"
+    assert f"stopped by SIGTERM after step {step}; resume with" in capsys.readouterr().out
+    assert Result(folder).steps == whole.steps[:whole.steps.index(Result(folder).steps[-1]) + 1]
+    assert train_gpt.step_of(train_gpt.checkpoints(folder)[-1]) == step
+    if step == 6:
+        assert equal(Result(folder).weights, whole.weights)
+    assert train_gpt.main([f"--resume={folder}"]) == 0
+    result = Result(folder)
+    assert result.steps == whole.steps
+    assert result.losses == whole.losses
+    assert equal(result.weights, whole.weights)
+
+
+def test_a_signal_during_the_first_validation_has_nothing_to_save(data, tmp_path, capsys,
+                                                                  monkeypatch):
+    before_validation(monkeypatch, 1, send_signal)
+    arguments = [*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--run_id=f"]
+    assert train_gpt.main(arguments) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step 0\n" in capsys.readouterr().out
+    assert not list((tmp_path / "f").glob("*.pt"))
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_does_not_lose_it(data, tmp_path,
+                                                                        monkeypatch):
+    """When the validation is over, too: the run ends as it would have."""
+    save = torch.save
+    evaluate = train_gpt.evaluate
+    validated = threading.Event()
+
+    def slow_save(state, file):
+        if state["step"] == 6 and "muon" in state:
+            assert validated.wait(60)
+            send_signal(signal.SIGINT)
+        save(state, file)
+
+    def evaluate_and_tell(trainer):
+        result = evaluate(trainer)
+        if trainer.data.train.index == 6:
+            validated.set()
+        return result
+    monkeypatch.setattr(torch, "save", slow_save)
+    monkeypatch.setattr(train_gpt, "evaluate", evaluate_and_tell)
+    arguments = [*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--run_id=w"]
+    assert train_gpt.main(arguments) == 128 + signal.SIGINT
+    assert train_gpt.read_checkpoint(tmp_path / "w" / "checkpoint_0000006.pt")["step"] == 6
+    result = Result(tmp_path / "w")
+    assert result.weights and "final validation loss" in result.log
+
+
+def test_a_signal_while_a_run_is_scored_does_not_lose_its_model(data, tmp_path, monkeypatch):
+    def score(*_):
+        assert train_gpt.read_checkpoint(tmp_path / "h" / "model.pt")["step"] == 6
+        send_signal(signal.SIGINT)
+        return dict(line="HellaSwag accuracy", hellaswag=0.25, tasks=4)
+    monkeypatch.setattr(train_gpt, "score_hellaswag", score)
+    with train_gpt.data_module("hellaswag") as hellaswag:
+        monkeypatch.setattr(hellaswag, "read_tasks", lambda *_: None)
+    arguments = [*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--run_id=h", "--hellaswag=somewhere",
+                 "--save_every=0"]
+    assert train_gpt.main(arguments) == 128 + signal.SIGINT
+    assert "HellaSwag accuracy\nfinal validation loss" in Result(tmp_path / "h").log
+
+
+def test_a_stop_whose_checkpoint_cannot_be_written_is_an_error(data, tmp_path, capsys,
+                                                               monkeypatch):
+    def fail(state, file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    before_step(monkeypatch, 0, lambda trainer: send_signal())
+    monkeypatch.setattr(torch, "save", fail)
+    arguments = [*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--run_id=f", "--save_every=0"]
+    assert train_gpt.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert "No space left" in captured.err
+    assert ("error: stopped by SIGTERM after step 1, and the checkpoint could not be written: what "
+            "was learned since the last one is lost\n") in captured.err
+    assert "resume with" not in captured.out
+
+
+def test_control_c_before_the_first_step_is_one_line(data):
+    code = ("import os, signal, sys, train_gpt\n"
+            "train_gpt.check_ranks_agree = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.exit(train_gpt.main(sys.argv[1:]))")
+    process = subprocess.run([sys.executable, "-c", code, *SIX_STEPS, *data], capture_output=True,
+                             text=True, cwd=ROOT)
+    assert process.returncode == 128 + signal.SIGINT
+    assert process.stderr == "stopped before the first step: there was nothing to save\n"
+
+
+@pytest.fixture
+def handled(monkeypatch):
+    """A trainer whose signals are handled, the clock as a list of one time, the exit codes."""
+    now = [100.0]
+    codes = []
+    monkeypatch.setattr(train_gpt, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    trainer = types.SimpleNamespace(stop_requested=False, hardware=train_gpt.Hardware())
+    with train_gpt.SignalHandler(trainer) as signals:
+        yield types.SimpleNamespace(trainer=trainer, signals=signals, now=now, codes=codes)
+
+
+def test_a_signal_within_a_second_of_the_first_is_the_same_one_by_another_way(handled):
+    """Ctrl-C reaches a rank from the terminal and from torchrun."""
+    for at, expected in ((100.0, []), (100.9, []), (101.1, [128 + signal.SIGUSR1])):
+        handled.now[0] = at
+        signal.raise_signal(signal.SIGUSR1)
+        assert handled.trainer.stop_requested and handled.signals.number == signal.SIGUSR1
+        assert handled.codes == expected
+
+
+def test_a_signal_after_the_end_of_the_launcher_was_noticed(handled):
+    handled.trainer.hardware.launcher_pid = os.getppid()
+    handled.signals.check_launcher()
+    assert not handled.trainer.stop_requested
+    handled.trainer.hardware.launcher_pid = os.getppid() + 1
+    handled.signals.check_launcher()
+    assert handled.trainer.stop_requested
+    signal.raise_signal(signal.SIGTERM)
+    assert handled.signals.reason == "the end of its launcher" and handled.codes == []
+    handled.now[0] += 2
+    signal.raise_signal(signal.SIGINT)
+    assert handled.codes == [128 + signal.SIGINT]
+
+
+# ---- signals, with real ranks ----
+
+def test_a_signal_to_one_rank_stops_all_and_one_process_finishes(data, undisturbed, tmp_path):
+    started = start(data, "term", "--save_every=0", script=waiting_script(tmp_path, 7))
+    started.until("step:7/30 train_loss")
+    os.kill(started.ranks()[1], signal.SIGTERM)
     (tmp_path / "go").touch()
-    assert run.wait() == 0, run.output
-    assert re.search(r"stopped by another rank after step (\d+); go on with --resume=", run.output)
-    saved = list(run.folder.glob("checkpoint_*"))
-    assert len(saved) == 1 and 7 <= int(saved[0].stem[-7:]) < 30
-    assert train_gpt.main([*LONG, *data, f"--resume={run.folder}"]) == 0  # and here by one rank
-    result = Result(run.folder, subprocess.CompletedProcess([], 0, ""))
-    assert result.train_losses == pytest.approx(undisturbed.train_losses, abs=1e-4)
+    assert started.wait() != 0, started.output
+    assert exit_codes(tmp_path) == [128 + signal.SIGTERM] * 2
+    assert re.search(r"stopped by SIGTERM after step (\d+); resume with --resume=", started.output)
+    saved, = train_gpt.checkpoints(started.folder)
+    assert 7 <= train_gpt.step_of(saved) < 30
+    assert train_gpt.main([f"--resume={started.folder}"]) == 0
+    losses = Result(started.folder).train_losses
+    assert losses == pytest.approx(undisturbed.train_losses, abs=1e-4)
+
+
+def test_a_signal_to_one_rank_in_the_final_validation_loses_nothing(data, undisturbed, tmp_path):
+    script = patched_script(tmp_path, f"""
+original_evaluate = evaluate
+def evaluate(trainer):
+    while trainer.data.train.index == {30} and not Path({str(tmp_path / "go")!r}).exists():
+        time.sleep(0.01)
+    return original_evaluate(trainer)
+""")
+    started = start(data, "final", "--save_every=0", script=script)
+    started.until("step:30/30 train_loss")
+    os.kill(started.ranks()[1], signal.SIGTERM)
+    (tmp_path / "go").touch()
+    assert started.wait() != 0, started.output
+    assert exit_codes(tmp_path) == [128 + signal.SIGTERM] * 2
+    assert "stopped by SIGTERM after step 30; resume with" in started.output
+    assert equal(Result(started.folder).weights, undisturbed.weights)
+    process = run([f"--resume={started.folder}"], ranks=2)
+    assert process.returncode == 0, process.stderr
+    assert Result(started.folder).losses == undisturbed.losses
 
 
 def test_a_signal_to_the_launcher_reaches_the_ranks(data, tmp_path):
-    """SLURM's word before it takes the machines away."""
-    run = Run(data, "usr1", "--save_every=0", command=[str(waiting_copy(tmp_path, 5) / "run.sh")], PYTHON=sys.executable,
-              NPROC="2")
-    run.until("step:5/30 train_loss")
-    run.process.send_signal(signal.SIGUSR1)
-    assert run.wait() == 128 + signal.SIGUSR1, run.output
-    assert "stopped by SIGUSR1 after step 6" in run.output and "Traceback" not in run.output
-    assert len(list(run.folder.glob("checkpoint_*.pt"))) == 1
+    """As SLURM sends one before it ends a job."""
+    waiting_script(tmp_path, 5)
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    started = start(data, "usr1", "--save_every=0", command=[str(tmp_path / "run.sh")],
+                    PYTHON=sys.executable, NPROC="2")
+    started.until("step:5/30 train_loss")
+    started.process.send_signal(signal.SIGUSR1)
+    assert started.wait() == 128 + signal.SIGUSR1, started.output
+    assert exit_codes(tmp_path) == [128 + signal.SIGUSR1] * 2
+    assert "stopped by SIGUSR1 after step 6" in started.output
+    assert "Traceback" not in started.output
+    assert len(train_gpt.checkpoints(started.folder)) == 1
 
 
 def test_a_second_signal_ends_the_process_at_once(data, tmp_path):
     """In a step that would never end."""
-    run = Run(data, "second", script=waiting_copy(tmp_path, 0, until="False") / "train_gpt.py", ranks=1)
-    run.until("step:0/30 val_loss")
+    started = start(data, "second", script=waiting_script(tmp_path, 0, until="False"), ranks=1)
+    started.until("step:0/30 val_loss")
     deadline = time.monotonic() + 600
-    while run.process.poll() is None and time.monotonic() < deadline:
-        run.process.send_signal(signal.SIGUSR1)
+    while started.process.poll() is None and time.monotonic() < deadline:
+        started.process.send_signal(signal.SIGUSR1)
         time.sleep(0.3)
-    assert run.wait(1) == 128 + signal.SIGUSR1 and not list(run.folder.glob("checkpoint*"))
+    assert started.wait(1) == 128 + signal.SIGUSR1
+    assert not train_gpt.checkpoints(started.folder)
 
 
-def test_a_signal_within_a_second_of_the_first_is_the_same_one_come_by_another_way(monkeypatch):
-    now, ended = [100.0], []
-    monkeypatch.setattr(train_gpt, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(os, "_exit", ended.append)
-    trainer = types.SimpleNamespace(interrupted="")
-    with train_gpt.SignalHandler(trainer):
-        for at, expected in ((100.0, []), (100.9, []), (101.1, [128 + signal.SIGUSR1])):
-            now[0] = at
-            signal.raise_signal(signal.SIGUSR1)
-            assert trainer.interrupted == "SIGUSR1" and ended == expected
-
+# ---- ranks that are lost ----
 
 def test_torchrun_restarts_a_killed_rank_and_nothing_is_lost(data, undisturbed, tmp_path):
     step = random.randint(5, 20)
-    run = Run(data, "killed", restarts=3, script=waiting_copy(tmp_path, step) / "train_gpt.py")
-    run.until(f"step:{step}/30 train_loss")
-    os.kill(random.choice(list(run.ranks().values())), signal.SIGKILL)
+    started = start(data, "killed", restarts=3, script=waiting_script(tmp_path, step))
+    started.until(f"step:{step}/30 train_loss")
+    os.kill(random.choice(list(started.ranks().values())), signal.SIGKILL)
     (tmp_path / "go").touch()
-    assert run.wait() == 0, run.output
-    same(run.folder, undisturbed)
-    assert run.output.count("going on from") == 1 and "Traceback" not in run.output
+    assert started.wait() == 0, started.output
+    assert Result(started.folder).losses == undisturbed.losses
+    assert started.output.count("resuming from") == 1
+    assert "Traceback" not in started.output
 
 
 def test_ranks_whose_launcher_is_killed_save_and_stop(data, tmp_path):
-    """Or they would go on unseen, and write where the next run that is told to resume writes."""
-    run = Run(data, "orphans", "--save_every=0", script=waiting_copy(tmp_path, 3) / "train_gpt.py")
-    run.until("step:3/30 train_loss")
-    run.process.kill()
-    run.process.wait()
+    """Or they would train on, and write where the run that replaces them writes.
+
+    They look before each step: the step that waits is done, and the one after it stops.
+    """
+    started = start(data, "orphans", "--save_every=0", script=waiting_script(tmp_path, 3))
+    started.until("step:3/30 train_loss")
+    ranks = started.ranks()
+    started.process.kill()
+    started.process.wait()
     (tmp_path / "go").touch()
     deadline = time.monotonic() + 600
-    while "stopped by the end of its launcher after step 4" not in run.output:
-        assert time.monotonic() < deadline and "step:5/30" not in run.output, run.output
+    while len(exit_codes(tmp_path)) < 2:
+        assert time.monotonic() < deadline and "step:6/30" not in started.output, started.output
         time.sleep(0.02)
-    assert [path.name for path in run.folder.glob("checkpoint*")] == ["checkpoint_0000004.pt"]
+    assert len(ranks) == 2 and exit_codes(tmp_path) == [128 + signal.SIGTERM] * 2
+    assert "stopped by the end of its launcher after step 5" in started.output
+    saved = [path.name for path in started.folder.glob("checkpoint*")]
+    assert saved == ["checkpoint_0000005.pt"]
 
 
 def test_a_rank_that_stops_answering_is_named(data, tmp_path):
-    run = Run(data, "stuck", "--timeout=20", script=waiting_copy(tmp_path, 3) / "train_gpt.py")
-    run.until("step:3/30 train_loss")
-    stuck = run.ranks()[1]
+    started = start(data, "stuck", "--timeout=20", script=waiting_script(tmp_path, 3))
+    started.until("step:3/30 train_loss")
+    stuck = started.ranks()[1]
     os.kill(stuck, signal.SIGSTOP)
     (tmp_path / "go").touch()
-    run.until("error: rank 1 stopped answering")
+    started.until("error: rank 1 stopped answering")
     os.kill(stuck, signal.SIGKILL)  # which torchrun does itself after half a minute
-    assert run.wait() != 0 and "Traceback" not in run.output.partition("torch/distributed")[0], run.output
+    assert started.wait() != 0
+    assert "Traceback" not in started.output.partition("torch/distributed")[0], started.output
 
 
-def test_a_rank_that_does_not_come_is_named(data, tmp_path):
-    script = tmp_path / "late.py"
-    script.write_text(f"""
-import os, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-import train_gpt
-while os.environ["RANK"] == "1":
+@pytest.mark.parametrize("late, said_by", [(1, "error"), (0, "error on rank 1")])
+def test_a_rank_that_does_not_arrive_is_named(data, tmp_path, late, said_by):
+    script = patched_script(tmp_path, f"""
+while os.environ["RANK"] == "{late}":
     time.sleep(1)
-sys.exit(train_gpt.main(sys.argv[1:]))
 """)
-    run = Run(data, "late", "--timeout=3", script=script)
-    assert run.wait() != 0
-    assert "error: rank 1 did not come in --timeout=3 s" in run.output, run.output
-
-
-def test_ranks_that_drift_apart_are_stopped_at_the_next_validation(data, tmp_path):
-    script = tmp_path / "drifting.py"
-    script.write_text(f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import torch, train_gpt
-step = train_gpt.Trainer.step
-def drifting(self, batch, number):
-    loss = step(self, batch, number)
-    if number == 4 and self.hardware.rank == 1:
-        with torch.no_grad():
-            for name in ("blocks.1.up.weight", "head.weight"):
-                flat = self.model.get_parameter(name).view(torch.int32).view(-1)
-                flat[5] ^= 1  # the last bit of one number
-    return loss
-train_gpt.Trainer.step = drifting
-sys.exit(train_gpt.main(sys.argv[1:]))
-""")
-    run = Run(data, "drift", script=script)
-    assert run.wait() != 0
-    assert "error: rank 1 differs from rank 0, first in parameter blocks.1.up.weight" in run.output, run.output
-    assert "step:10/30 train_loss" in run.output and "step:11/30" not in run.output
-
-
-def test_ranks_with_other_hyperparameters_do_not_begin(data, tmp_path):
-    """As machines with GPUs of other sizes would choose other sequences."""
-    script = tmp_path / "different.py"
-    script.write_text(f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import train_gpt
-sys.exit(train_gpt.main(sys.argv[1:] + ["--muon_rate=0.03"] * (os.environ["RANK"] == "1")))
-""")
-    run = Run(data, "different", script=script)
-    assert run.wait() != 0
-    assert "error: rank 1 differs from rank 0, first in the hyperparameters" in run.output and "step:" not in run.output
+    started = start(data, f"late{late}", "--timeout=3", script=script)
+    assert started.wait() != 0
+    sentence = f"{said_by}: rank {late} did not arrive within --timeout=3 s"
+    assert sentence in started.output, started.output
 
 
 @pytest.mark.parametrize("survivor", [0, 1])
-def test_a_machine_that_comes_back_learns_that_the_group_was_restarted(data, undisturbed, tmp_path, survivor):
-    script = tmp_path / "survivor.py"
-    script.write_text(f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-import train_gpt
-train = train_gpt.train
-def as_on_two_machines(*arguments):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["RANK"] == "{survivor}"))
-    return train(*arguments)
-train_gpt.train = as_on_two_machines
-sys.exit(train_gpt.main(sys.argv[1:]))
+def test_ranks_that_disagree_about_the_step_do_not_start(data, undisturbed, tmp_path, survivor):
+    """As where one machine found the checkpoints and the other one did not."""
+    script = patched_script(tmp_path, f"""
+original_resume = resume_newest
+def resume_newest(folder):
+    if os.environ["RANK"] == "{survivor}":
+        return original_resume(folder)
+    return Run(folder)
 """)
-    name = f"survivor_{survivor}"
-    shutil.copytree(undisturbed.folder, undisturbed.folder.with_name(name))
-    (undisturbed.folder.with_name(name) / "checkpoint_0000030.pt").unlink()
-    run = Run(data, name, "--timeout=60", script=script)
-    assert run.wait() == 0, run.output
-    assert "checkpoint_0000028.pt, step 28" in run.output
-    same(run.folder, undisturbed)
+    name = f"survivor{survivor}"
+    folder = undisturbed.folder.with_name(name)
+    shutil.copytree(undisturbed.folder, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    started = start(data, name, "--timeout=60", "--resume=auto", script=script)
+    assert started.wait() != 0
+    sentence = "error: rank 1 differs from rank 0, first in the step; start all machines with the "
+    assert started.output.count(sentence) == 1, started.output
+    assert exit_codes(tmp_path) == [2, 2]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_machine_that_is_lost_and_comes_back_goes_on(data, undisturbed, tmp_path):
-    port, launcher = str(free_port()), str(waiting_copy(tmp_path, 9) / "run.sh")
+def test_a_machine_that_is_lost_and_comes_back_continues(data, undisturbed, tmp_path):
+    port = str(free_port())
+    waiting_script(tmp_path, 9)
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
 
-    def machine(number: int) -> Run:
-        return Run(data, "machines", "--resume=auto", command=[launcher], PYTHON=sys.executable, NNODES="2",
-                   NODE_RANK=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NPROC="1", MAX_RESTARTS="3")
+    def machine(number: int) -> BackgroundRun:
+        return start(data, "machines", "--resume=auto", command=[str(tmp_path / "run.sh")],
+                     PYTHON=sys.executable, NNODES="2", NODE_RANK=str(number), NPROC="1",
+                     MASTER_ADDR="127.0.0.1", MASTER_PORT=port, MAX_RESTARTS="3")
 
-    first = machine(0)
-    while subprocess.run(["bash", "-c", f": < /dev/tcp/127.0.0.1/{port}"], stderr=subprocess.DEVNULL).returncode:
-        assert first.process.poll() is None, first.output
-        time.sleep(0.2)  # the first to come keeps the store; the one that is lost must be the other
+    first = machine(0)  # it keeps the store: the one that is lost must be the other
     second = machine(1)
-    while not any("step:9/30" in run.output for run in (first, second)):  # either may be rank 0
+    while not any("step:9/30" in started.output for started in (first, second)):
         assert first.process.poll() is second.process.poll() is None, first.output + second.output
         time.sleep(0.05)
     second.kill_all()
     (tmp_path / "go").touch()
     again = machine(1)
     assert first.wait() == again.wait() == 0, first.output + again.output
-    assert "going on from" in first.output + again.output
-    same(first.folder, undisturbed)
+    assert "resuming from" in first.output + again.output
+    assert Result(first.folder).losses == undisturbed.losses
 
 
-@pytest.mark.parametrize("backend, finished, leaves", [("nccl", True, True), ("nccl", False, False), ("gloo", False, True)])
-def test_a_rank_that_fails_alone_does_not_wait_for_nccl(monkeypatch, backend, finished, leaves):
-    """destroy_process_group returns when every rank has called it: an error behind it would not show before the timeout."""
+# ---- ranks that differ ----
+
+def test_ranks_that_drift_apart_are_stopped_at_the_next_validation(data, tmp_path):
+    script = patched_script(tmp_path, """
+original_step = Trainer.step
+def step(self, batch, number):
+    loss = original_step(self, batch, number)
+    if number == 4 and self.hardware.rank == 1:
+        with torch.no_grad():
+            for name in ("blocks.1.up.weight", "head.weight"):
+                flat = self.model.get_parameter(name).view(torch.int32).view(-1)
+                flat[5] ^= 1  # the last bit of one number
+    return loss
+Trainer.step = step
+""")
+    started = start(data, "drift", script=script)
+    assert started.wait() != 0
+    sentence = "error: rank 1 differs from rank 0, first in parameter blocks.1.up.weight"
+    assert started.output.count(sentence) == 1, started.output
+    assert "step:10/30 train_loss" in started.output and "step:11/30" not in started.output
+
+
+def test_ranks_with_other_hyperparameters_do_not_start(data, tmp_path):
+    """As machines with GPUs of other sizes would choose other sequences."""
+    script = patched_script(tmp_path, """
+if os.environ["RANK"] == "1":
+    sys.argv.append("--muon_rate=0.03")
+""")
+    started = start(data, "different", script=script)
+    assert started.wait() != 0
+    sentence = "error: rank 1 differs from rank 0, first in the hyperparameters"
+    assert started.output.count(sentence) == 1, started.output
+    assert "step:" not in started.output
+
+
+# ---- errors ----
+
+def test_what_every_rank_would_say_is_said_once(data, tmp_path):
+    options = [*LONG, *data, f"--train_files={tmp_path}/none_*.bin"]
+    process = run(options, ranks=2, LOGLEVEL="ERROR")
+    assert process.returncode != 0
+    assert process.stderr.count("no token shards there") == 1
+
+
+@pytest.mark.parametrize("where", ["prepare_device", "check_ranks_agree"])
+def test_an_error_of_one_rank_alone_is_said_by_that_rank(data, tmp_path, where):
+    """Before the group is joined, as where a GPU cannot be used, and after."""
+    script = patched_script(tmp_path, f"""
+original = {where}
+def {where}(*arguments):
+    if os.environ["RANK"] == "1":
+        raise UserError("there is something wrong with my GPU")
+    return original(*arguments)
+""")
+    started = start(data, where, "--timeout=20", script=script)
+    assert started.wait() != 0
+    sentence = "error on rank 1: there is something wrong with my GPU\n"
+    assert started.output.count(sentence) == 1, started.output
+
+
+@pytest.mark.parametrize("backend, finished, leaves", [
+    ("nccl", True, True), ("nccl", False, False), ("gloo", False, True)])
+def test_a_rank_that_fails_alone_does_not_wait_for_nccl(data, monkeypatch, backend, finished,
+                                                        leaves):
+    """NCCL's ranks leave together: the error would not be seen before the timeout."""
     left = []
-    for name, stand_in in dict(is_initialized=lambda: True, get_backend=lambda: backend,
-                               destroy_process_group=lambda: left.append(True)).items():
+    stand_ins = dict(is_initialized=lambda: True, get_backend=lambda: backend,
+                     destroy_process_group=lambda: left.append(True))
+    for name, stand_in in stand_ins.items():
         monkeypatch.setattr(train_gpt.dist, name, stand_in)
 
-    def train(hp, hardware):
+    def train(*_):
         if not finished:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return 0
     monkeypatch.setattr(train_gpt, "train", train)
-    with contextlib.nullcontext() if finished else pytest.raises(torch.OutOfMemoryError):
-        assert train_gpt.main(TINY) == 0
+    with contextlib.nullcontext() if finished else pytest.raises(RuntimeError):
+        assert train_gpt.main([*TINY, *data]) == 0
     assert bool(left) == leaves

@@ -1,49 +1,138 @@
-"""The self-test of ./run.sh check: rounding passes it, mistakes do not. On a GPU it compares that with the CPU."""
+"""./run.sh check: what it says, and its step, which rounding passes and mistakes do not."""
 import re
 import subprocess
 import sys
 
+import check
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import ROOT, TINY, run
 
-import check
 import train_gpt
-from helpers import ROOT
 from train_gpt import Hardware
 
 ROUNDED = Hardware(dtype=torch.bfloat16, muon_dtype=torch.bfloat16)
 
 
+# ---- what it says ----
+
+def test_it_passes_where_a_run_would_and_lists_every_parameter(data, capsys):
+    assert check.main([*TINY, *data]) == 0
+    out = capsys.readouterr().out
+    for name in check.CHECKS:
+        assert f"\nok    {name}: " in f"\n{out}", name
+    hp = train_gpt.parse_command_line(TINY)
+    for name, p in train_gpt.GPT(hp).named_parameters():
+        row = next(line for line in out.splitlines() if line.startswith(f"{name} "))
+        assert str(tuple(p.shape)) in row
+        assert ("Muon" in row) == (name.startswith("blocks.") and p.ndim == 2)
+    assert "active per token" in out and "of activations" in out
+    assert "GPUs of 80 GB: 1,024, 40 GB: 1,024" in out
+    assert out.endswith("\nthis run would work\n")
+
+
+def test_the_owner_of_each_matrix_is_the_rank_that_updates_it():
+    hp = train_gpt.parse_command_line(TINY)
+    rows = check.parameter_table(hp, Hardware(world_size=3))
+    owner = {row.split()[0]: row.split()[-1] for row in rows[1:-1]}
+    model = train_gpt.GPT(hp)
+    groups = train_gpt.optimizer_groups(hp, model)
+    for rank in range(3):
+        muon = train_gpt.Muon(groups["muon"]["params"].values(), rank=rank, world_size=3)
+        own = {p for p in muon.own_params()}
+        for name, p in groups["muon"]["params"].items():
+            assert (owner[name] == str(rank)) == (p in own), name
+    assert owner["head.weight"] == owner["skip_weights"] == "all"
+    total = sum(p.numel() for p in model.parameters())
+    assert rows[-1].startswith(f"parameters: {total:,} in all, ")
+
+
+def test_it_names_what_is_missing_and_the_command_that_gets_it(data, capsys):
+    assert check.main([*TINY, *data, "--num_steps=500"]) == 1
+    out = capsys.readouterr().out
+    assert ("FAIL  training data: " in out
+            and "2 shards hold 38 batches of 1024 tokens and --num_steps=500 needs 500; repeat "
+            "them with --epochs=14, or lower it to --num_steps=38" in out)
+    assert out.endswith("\nthis run would not work: see FAIL above\n")
+
+
+def test_it_says_what_to_fetch_and_which_memory_is_short(capsys):
+    # more tokens than any machine has memory for
+    huge = [f"--{name}_tokens={2**27}" for name in ("sequence", "batch", "val")]
+    arguments = ["--preset=2024-12-10", "--device=cpu", *huge,
+                 "--train_files=data/fineweb10B/none_*.bin"]
+    assert check.main(arguments) == 1
+    out = capsys.readouterr().out
+    memory = next(line for line in out.splitlines() if line.startswith("FAIL  memory: "))
+    assert re.search(r"about [\d.]+ GiB needed and [\d.]+ free; give --sequence_tokens=65536",
+                     memory)
+    data = next(line for line in out.splitlines() if line.startswith("FAIL  training data: "))
+    assert "data/fineweb10B/none_*.bin: no token shards there" in data
+    assert "(for this run: python data/fineweb.py 103)" in data
+
+
+def test_wrong_options_are_one_line(capsys):
+    assert check.main(["--nmu_steps=3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: --nmu_steps=3: no such option")
+    assert captured.err.count("\n") == 1
+
+
+def test_the_dated_presets_do_not_tune_their_kernels_for_it(monkeypatch):
+    tuned = []
+    monkeypatch.setattr(train_gpt, "prepare_device",
+                        lambda hp, hardware: tuned.append(hp.tune_kernels))
+    monkeypatch.setattr(check, "run_checks", lambda hp, hardware: hp.tune_kernels)
+    assert check.main(["--preset=2024-12-10", "--device=cpu"]) == 0
+    assert tuned == [False]
+
+
+# ---- the step ----
+
 @pytest.mark.parametrize("hardware", [ROUNDED, Hardware(muon_dtype=torch.bfloat16), Hardware()])
 def test_rounding_passes(hardware):
     error, where = check.step_error(hardware)
     assert error < 0.8, where
-    assert hardware != Hardware() or error == 0
-
-
-def test_the_head_in_float8_is_compared_too(monkeypatch):
-    """Its FP8 with the CPU's: what rounds otherwise in bfloat16 passes, a wrong scale does not."""
-    error, where = check.step_error(ROUNDED, fp8_head=True)
-    assert 0 < error < 0.8, where
-    only_there(monkeypatch, "to_float8", lambda x, scale, dtype: (x * scale * 1.1).to(dtype))
-    assert check.step_error(ROUNDED, fp8_head=True)[0] > 1
+    if hardware == Hardware():
+        assert error == 0
 
 
 def only_there(monkeypatch, name: str, wrong) -> None:
-    """A mistake that the device makes and the CPU's fp32 path does not."""
+    """A mistake of the device that is compared and not of the CPU, which computes in fp32."""
     right = getattr(train_gpt, name)
 
     def chosen(x, *more, **options):
-        return (wrong if x.dtype == torch.bfloat16 else right)(x, *more, **options)
+        function = wrong if x.dtype == torch.bfloat16 else right
+        return function(x, *more, **options)
     monkeypatch.setattr(train_gpt, name, chosen)
 
 
+def test_the_head_in_float8_is_compared_too(monkeypatch):
+    """Its FP8 with the CPU's: other rounding in bfloat16 passes, a wrong scale does not."""
+    error, where = check.step_error(ROUNDED, fp8_head=True)
+    assert 0 < error < 0.8, where
+    only_there(monkeypatch, "to_float8", lambda x, scale, dtype: (1.1 * scale * x).to(dtype))
+    assert check.step_error(ROUNDED, fp8_head=True)[0] > 1
+
+
+attend = train_gpt.attend
+
+
+def sees_all(q, k, v, mask):
+    return attend(q, k, v, mask._replace(bias=mask.bias.clamp(min=-1.0)))
+
+
+def sees_one_block(q, k, v, mask):
+    return attend(q, k, v, mask._replace(window=torch.tensor([1, 1], dtype=torch.int32)))
+
+
+def wrong_epsilon(x):
+    return F.rms_norm(x, (x.size(-1),), eps=0.1)
+
+
 @pytest.mark.parametrize("name, wrong", [
-    ("attend", lambda q, k, v, mask: train_gpt.banded_cpu(q, k, v, mask.bias.clamp(min=-1.0), mask.window)[0]),  # sees all
-    ("attend", lambda q, k, v, mask: train_gpt.banded_cpu(q, k, v, mask.bias, mask.window // 128)[0]),  # window too narrow
-    ("norm", lambda x: F.rms_norm(x, (x.size(-1),), eps=0.1)),
-])
+    ("attend", sees_all), ("attend", sees_one_block), ("norm", wrong_epsilon)])
 def test_mistakes_do_not(monkeypatch, name, wrong):
     only_there(monkeypatch, name, wrong)
     assert check.step_error(ROUNDED)[0] > 1
@@ -52,9 +141,9 @@ def test_mistakes_do_not(monkeypatch, name, wrong):
 def test_an_optimizer_that_is_wrong_does_not(monkeypatch):
     right = train_gpt.orthogonal_updates
 
-    def one_step_less(*given):
-        *most, steps, dtype = given
-        return right(*most, steps - (dtype == torch.bfloat16), dtype)
+    def one_step_less(*arguments):
+        *others, steps, dtype = arguments
+        return right(*others, steps - 1 if dtype == torch.bfloat16 else steps, dtype)
     monkeypatch.setattr(train_gpt, "orthogonal_updates", one_step_less)
     error, where = check.step_error(ROUNDED)
     assert error > 1 and where.startswith("update of blocks.")
@@ -67,7 +156,9 @@ import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "commands")!r}]
 import check, torch, train_gpt
 hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", "--dtype=bfloat16"])
-train_gpt.prepare_device(hardware := train_gpt.find_hardware(hp), hp)
+hardware = train_gpt.find_hardware(hp)
+train_gpt.prepare_device(hp, hardware)
+train_gpt.join_group(hardware)
 assert hardware.world_size == 2 and hardware.dtype == torch.bfloat16
 print("error", check.step_error(hardware))
 hardware.device = torch.device("meta")  # anything but the CPU, which has nothing to compare
@@ -76,30 +167,35 @@ try:
     check.check_step(hp, hardware)
 except train_gpt.UserError as error:
     print(error)
-torch.distributed.destroy_process_group()  # gloo's threads, left running, can abort a process that exits
+train_gpt.leave_group(finished=True)
 """)
-    process = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script],
-                             capture_output=True, text=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc_per_node=2", script]
+    process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     errors = [float(error) for error in re.findall(r"error \((\S+),", process.stdout)]
     assert len(errors) == 2 and max(errors) < 0.8
-    assert process.stdout.count("GPU 1 computes something else than the CPU: head.weight is off by 1.5 times") == 2
+    sentence = "GPU 1 computes something else than the CPU: head.weight is off by 1.5 times"
+    assert process.stdout.count(sentence) == 2
 
 
 def test_a_gpu_that_is_wrong_is_named(monkeypatch):
     monkeypatch.setattr(check, "step_error", lambda hardware, fp8_head: (7.0, "head.weight"))
-    with pytest.raises(train_gpt.UserError, match="GPU 0 computes something else.*head.weight is off by 7 times"):
-        check.check_step(train_gpt.Hyperparameters(), Hardware(device=torch.device("cuda", 0)))
-
-
-def test_the_dated_presets_do_not_tune_their_kernels_for_it(monkeypatch):
-    tuned = []
-    monkeypatch.setattr(train_gpt, "prepare_device", lambda hardware, hp: tuned.append(hp.tune_kernels))
-    monkeypatch.setattr(check, "run_checks", lambda hp, hardware: hp.tune_kernels)
-    assert check.main(["--preset=2025-01-04", "--device=cpu"]) == 0 and tuned == [False]
+    gpu = Hardware(device=torch.device("cuda", 0))
+    with pytest.raises(train_gpt.UserError,
+                       match="GPU 0 computes something else.*head.weight is off by 7 times"):
+        check.check_step(train_gpt.Hyperparameters(), gpu)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_this_gpu():
-    hp = train_gpt.parse_command_line(["--preset=h100", "--sequence_tokens=1024", "--batch_tokens=1024", "--val_tokens=1024"])
+    hp = train_gpt.parse_command_line(["--preset=h100", "--sequence_tokens=1024",
+                                       "--batch_tokens=1024", "--val_tokens=1024"])
     print(check.check_step(hp, train_gpt.find_hardware(hp)))
+
+
+def test_every_rank_takes_part_and_one_prints(data):
+    script = ROOT / "tests" / "commands" / "check.py"
+    process = run([*TINY, *data], ranks=2, script=script)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("ok    collective: 2 ranks answered in ") == 1
