@@ -208,7 +208,7 @@ command="${1:-}"
 case "$command" in
     test)
         shift
-        set_up requirements.txt tests/requirements.txt data/requirements.txt
+        set_up requirements.txt tests/requirements.txt data/requirements.txt records/requirements.txt
         # the tests use no network
         "$python" data/vocabulary.py || say "the tests of GPT-2's tokens will be skipped"
         workers="$(count_cores)"

@@ -110,7 +110,9 @@ def reason_of(error: BaseException) -> str:
         return error.strerror
     if isinstance(error, KeyError):
         return f"{error} is missing"
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    if isinstance(error, pickle.UnpicklingError):  # PyTorch's advice would be to run what is in it
+        return "it is damaged, or holds more than tensors and numbers"
+    return " ".join(str(error).split())[:200] or "no reason was given"
 
 
 # ═══ 1  Hyperparameters: edit them here, or give --name=value ═════════════════════════════════════
@@ -184,7 +186,7 @@ class Hyperparameters:
     save_model: bool = True             # write model.pt at the end
     save_every: int = 0                 # steps between checkpoints; 0: only when stopped
     keep_checkpoints: int = 2           # how many of the last checkpoints stay
-    resume: str = ""                    # a checkpoint, a run's folder, or auto: the latest run
+    resume: str = ""                    # auto: the latest run; a run's folder; a checkpoint
     resume_anyway: bool = False         # resume although an option changes the training
     timeout: float = 600.0              # seconds after which a rank that is silent stops the run
     hellaswag: str = ""                 # folder made by data/hellaswag.py: score the model on it
@@ -1005,9 +1007,9 @@ class Muon(torch.optim.Optimizer):
         self.orthogonal_updates = orthogonal_updates
         self.apply_updates = apply_updates
         if compiled:
-            compiler = torch.compile(dynamic=False, fullgraph=True)
-            self.orthogonal_updates = compiler(orthogonal_updates)
-            self.apply_updates = compiler(apply_updates)
+            options = dict(dynamic=False, fullgraph=True)
+            self.orthogonal_updates = torch.compile(orthogonal_updates, **options)
+            self.apply_updates = torch.compile(apply_updates, **options)
         sizes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
         groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == size])
                   for size in sizes]
@@ -1693,21 +1695,12 @@ def find_run(hp: Hyperparameters) -> Run:
         if run.checkpoint is None:
             raise UserError("; ".join([f"--resume={path}: no checkpoint can be read", *run.notes]))
         return run
-    if restarted and not path.exists():  # the run has removed it, after later ones
-        return resume_newest(path.parent)
+    # A checkpoint that is named: a new run from there, in a folder of its own.
     checkpoint = read_checkpoint(path, with_training_state=True)
-    note = f"resuming from {path}, step {checkpoint['step']}"
-    new_folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
-    if restarted and checkpoints(new_folder):
-        return resume_newest(new_folder)
-    if restarted and not new_folder.exists():
-        return resume_newest(path.parent)
-    if any(step_of(other) > checkpoint["step"] for other in checkpoints(path.parent)):
-        # An earlier checkpoint: a new folder, which a restart finds; the old run stays as it is.
-        with explained(str(new_folder), "copy the checkpoint to another folder"):
-            new_folder.mkdir(exist_ok=True)
-        return Run(new_folder, checkpoint, notes=(note,))
-    return Run(path.parent, checkpoint, checkpoint["log_sizes"], (note,))
+    folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
+    if restarted and checkpoints(folder):
+        return resume_newest(folder)
+    return Run(folder, checkpoint, notes=(f"resuming from {path}, step {checkpoint['step']}",))
 
 
 def resume_newest(folder: Path) -> Run:
@@ -2053,7 +2046,9 @@ def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
     if hp.sequence_tokens == 0:
         lengths = possible_sequences(hp, hardware.world_size)
         fitting = [length for length in lengths if fixed + length * per_token <= room]
-        hp.sequence_tokens = max(fitting, default=min(lengths, default=2**16))
+        share = max(BLOCK, min(2**16, hp.batch_tokens // hardware.world_size))
+        power_of_two = 1 << (share.bit_length() - 1)  # where none divides: validate says so
+        hp.sequence_tokens = max(fitting, default=min(lengths, default=power_of_two))
     needed = fixed + hp.sequence_tokens * per_token
     if needed <= room:
         return ""
@@ -2188,13 +2183,14 @@ def build_parser(shown: Hyperparameters | None = None) -> Parser:
     kinds = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
     for line in inspect.getsource(Hyperparameters).splitlines():
         heading = re.fullmatch(r"    # (.+)", line)
-        field = re.fullmatch(r"    (\w+): [\w |]+ = .+?  # (.+)", line)
+        field = re.fullmatch(r"    (\w+): [\w |]+ = .+?(?:\s+# (.+))?", line)
         if heading:
             group = parser.add_argument_group(heading[1])
         elif field:
-            name, meaning = field.groups()
+            name, meaning = field.groups("")
             group.add_argument(f"--{name}", type=functools.partial(parse_value, kinds[name]),
-                               metavar=getattr(shown, name, None), help=meaning.replace("%", "%%"),
+                               metavar=str(getattr(shown, name, "")),
+                               help=meaning.replace("%", "%%"),
                                nargs="?" if kinds[name] is bool else None,
                                const=True if kinds[name] is bool else None,
                                action="append" if name == "preset" else "store")
@@ -2381,11 +2377,11 @@ def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
 
 
 def main(arguments: list[str]) -> int:
-    if {"--help", "-h"} & set(arguments):
-        build_parser(resolve({})).print_help()
-        return 0
     code = None
     try:
+        if {"--help", "-h"} & set(arguments):
+            build_parser(resolve({})).print_help()
+            return 0
         with shared_errors():
             hp, run = prepare_run(parse_options(arguments))
         if hp.show:

@@ -88,3 +88,15 @@ def cut(whole, tmp_path):
                 path.unlink()
         return folder
     return make
+
+
+@pytest.fixture(scope="session")
+def gpt2():
+    """GPT-2's vocabulary, from tiktoken's cache: it is not part of this repository."""
+    import data_helpers  # puts data/ on the path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(data_helpers.TIKTOKEN_CACHE))
+        try:
+            yield data_helpers.vocabulary.gpt2()
+        except data_helpers.vocabulary.UserError as error:
+            pytest.skip(str(error))

@@ -1,7 +1,7 @@
-"""The six dated systems again, as plainly as they can be said: what the trainer is compared with.
+"""The six dated systems, written again as plainly as possible: the trainer is compared with these.
 
-Nothing here is shared with train_gpt.py. Attention is a dense matrix under a dense mask, the optimizers are
-their textbook formulas, one matrix at a time, and each system is a row of facts about it.
+Nothing here is shared with train_gpt.py. Attention is a dense matrix under a dense mask, the
+optimizers are their textbook formulas, one matrix at a time, and each system is a row of facts.
 """
 import math
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from typing import Callable
 
 import torch
 
-
-# ---- masks -------------------------------------------------------------------------------------------------
+# ---- masks ----
 
 def dense_mask(documents, token_window=None, block_window=None):
-    """[query, key], true where the query may look: causal, same document, nearer than both windows."""
-    place = torch.arange(len(documents))
-    query, key = place[:, None], place[None, :]
+    """[query, key], true where the query may look: causal, same document, within both windows."""
+    position = torch.arange(len(documents))
+    query = position[:, None]
+    key = position[None, :]
     mask = (key <= query) & (documents[:, None] == documents[None, :])
     if token_window is not None:
         mask &= query - key < token_window
@@ -25,10 +25,12 @@ def dense_mask(documents, token_window=None, block_window=None):
 
 
 def count_documents(tokens, document_token):
-    """The number of document tokens up to and with each place."""
-    seen, numbers = 0, []
+    """The number of document tokens up to and including each position."""
+    seen = 0
+    numbers = []
     for token in tokens.tolist():
-        seen += token == document_token
+        if token == document_token:
+            seen += 1
         numbers.append(seen)
     return torch.tensor(numbers)
 
@@ -43,7 +45,7 @@ def growing_blocks(step, steps):
     return max(1, (128 * steps + 1728 * step) // (128 * steps))
 
 
-# ---- the facts ---------------------------------------------------------------------------------------------
+# ---- the facts ----
 
 @dataclass
 class System:
@@ -61,28 +63,43 @@ class System:
     half_rotary: bool = False
 
 
-NO_TABLES, PER_LAYER = (None,) * 12, tuple(range(12))
+NO_TABLES = (None,) * 12
+PER_LAYER = tuple(range(12))
 MIRRORED = (0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0)
 ENDS = (0, 1, 2, None, None, None, None, None, None, 0, 1, 2)
 
+
+def constant_window(step, steps):
+    return 1024, None
+
+
+def window_in_tokens(step, steps):
+    return growing_tokens(step, steps), None
+
+
+def window_in_both(step, steps):
+    tokens = growing_tokens(step, steps)
+    return tokens, math.ceil(tokens / 128)
+
+
+def window_in_blocks(step, steps):
+    return None, growing_blocks(step, steps)
+
+
 SYSTEMS = {
-    "2024-11-19": System(lambda step, steps: (1024, None), NO_TABLES, "first", 30, 562, 1875, muon_rate=0.04,
+    "2024-11-19": System(constant_window, NO_TABLES, "first", 30, 562, 1875, muon_rate=0.04,
                          betas=(0.9, 0.95), momentum_sums=True, momentum_steps=500),
-    "2024-12-04": System(lambda step, steps: (growing_tokens(step, steps), None), PER_LAYER, "one", 30, 600,
-                         1530, momentum_sums=True),
-    "2024-12-08": System(lambda step, steps: (growing_tokens(step, steps),
-                                              math.ceil(growing_tokens(step, steps) / 128)),
-                         MIRRORED, "two", 30, 600, 1480),
-    "2024-12-10": System(lambda step, steps: (None, growing_blocks(step, steps)), MIRRORED, "two", 30, 600,
-                         1480),
-    "2024-12-17": System(lambda step, steps: (None, growing_blocks(step, steps)), ENDS, "two", 30, 600, 1490,
-                         no_attention=(7,), half_rotary=True),
-    "2025-01-04": System(lambda step, steps: (None, growing_blocks(step, steps)), ENDS, "two", 15, 0.4 * 1390,
-                         1390, no_attention=(7,), half_rotary=True),
+    "2024-12-04": System(window_in_tokens, PER_LAYER, "one", 30, 600, 1530, momentum_sums=True),
+    "2024-12-08": System(window_in_both, MIRRORED, "two", 30, 600, 1480),
+    "2024-12-10": System(window_in_blocks, MIRRORED, "two", 30, 600, 1480),
+    "2024-12-17": System(window_in_blocks, ENDS, "two", 30, 600, 1490, no_attention=(7,),
+                         half_rotary=True),
+    "2025-01-04": System(window_in_blocks, ENDS, "two", 15, 0.4 * 1390, 1390, no_attention=(7,),
+                         half_rotary=True),
 }
 
 
-# ---- schedules ---------------------------------------------------------------------------------------------
+# ---- schedules ----
 
 def rate_factor(step, steps, cooldown):
     return 1.0 if step < steps - cooldown else (steps - step) / cooldown
@@ -92,7 +109,7 @@ def momentum(step, warmup):
     return 0.95 if step >= warmup else 0.85 + 0.10 * step / warmup
 
 
-# ---- model -------------------------------------------------------------------------------------------------
+# ---- model ----
 
 def rms_norm(x):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + torch.finfo(x.dtype).eps)
@@ -100,9 +117,9 @@ def rms_norm(x):
 
 def rotary_frequencies(head_dim, half):
     if half:
-        turning = head_dim // 4
-        exponents = [i / (turning - 1) for i in range(turning)]
-        return torch.tensor([1024.0 ** -e for e in exponents] + [0.0] * (head_dim // 2 - turning))
+        rotated = head_dim // 4
+        exponents = [i / (rotated - 1) for i in range(rotated)]
+        return torch.tensor([1024.0 ** -e for e in exponents] + [0.0] * (head_dim // 2 - rotated))
     return torch.tensor([10000.0 ** -(2 * i / head_dim) for i in range(head_dim // 2)])
 
 
@@ -110,8 +127,10 @@ def rotate(x, frequencies):
     """x: [tokens, heads, head_dim]; dimension i makes a pair with i + head_dim/2."""
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[0])[:, None, None] * frequencies
-    one, two = x[..., :half], x[..., half:]
-    return torch.cat([one * angle.cos() + two * angle.sin(), -one * angle.sin() + two * angle.cos()], -1)
+    first = x[..., :half]
+    second = x[..., half:]
+    return torch.cat([first * angle.cos() + second * angle.sin(),
+                      -first * angle.sin() + second * angle.cos()], -1)
 
 
 def dense_attention(q, k, v, mask):
@@ -125,11 +144,14 @@ class Model:
     """The weights by the reference's own names, and the forward pass."""
 
     def __init__(self, system, weights, heads, document_token):
-        self.system, self.heads, self.document_token = system, heads, document_token
+        self.system = system
+        self.heads = heads
+        self.document_token = document_token
         self.w = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
 
     def mixed_values(self, layer, v, first, tokens):
-        weight, table = self.w.get(f"{layer}.values"), self.system.tables[layer]
+        weight = self.w.get(f"{layer}.values")
+        table = self.system.tables[layer]
         if self.system.values == "first":
             return (1 - weight) * v + weight * first
         if self.system.values == "one":
@@ -139,12 +161,14 @@ class Model:
         return weight[0] * v + weight[1] * self.w[f"table.{table}"][tokens].view_as(v)
 
     def logits(self, tokens, step, steps, windows=None):
-        system, w = self.system, self.w
+        system = self.system
+        w = self.w
         mask = dense_mask(count_documents(tokens, self.document_token),
                           *(windows or system.windows)(step, steps))
         x = x0 = rms_norm(w["embedding"][tokens])
         frequencies = rotary_frequencies(x.shape[1] // self.heads, system.half_rotary)
-        first, stack = None, []
+        first = None
+        stack = []
         for layer in range(12):
             if layer >= 6:
                 x = x + w["skips"][layer - 6] * stack.pop()
@@ -153,10 +177,12 @@ class Model:
                 q, k, v = ((rms_norm(x) @ w[f"{layer}.{part}"].T).unflatten(-1, (self.heads, -1))
                            for part in "qkv")
                 first = v if first is None else first
-                q, k = rotate(rms_norm(q), frequencies), rotate(rms_norm(k), frequencies)
+                q = rotate(rms_norm(q), frequencies)
+                k = rotate(rms_norm(k), frequencies)
                 mixed = self.mixed_values(layer, v, first, tokens)
                 x = x + dense_attention(q, k, mixed, mask).flatten(1) @ w[f"{layer}.o"].T
-            x = x + torch.clamp(rms_norm(x) @ w[f"{layer}.up"].T, min=0) ** 2 @ w[f"{layer}.down"].T
+            hidden = torch.clamp(rms_norm(x) @ w[f"{layer}.up"].T, min=0) ** 2
+            x = x + hidden @ w[f"{layer}.down"].T
             if layer < 6:
                 stack.append(x)
         return system.softcap * torch.tanh(rms_norm(x) @ w["head"].T / system.softcap)
@@ -166,7 +192,7 @@ class Model:
         return (logits.logsumexp(-1) - logits[torch.arange(len(targets)), targets]).mean()
 
 
-# ---- optimizers --------------------------------------------------------------------------------------------
+# ---- optimizers ----
 
 def orthogonalize(g, steps=5):
     """Newton–Schulz on one matrix; the shorter side is made the rows."""
@@ -179,7 +205,7 @@ def orthogonalize(g, steps=5):
 
 
 def muon_step(p, g, state, rate, momentum, sums=False, nesterov=True, decay=0.0, steps=5):
-    """One matrix, in place. The state is a dict that this keeps its momentum in."""
+    """One matrix, in place. The state is a dict for its momentum."""
     buffer = state.get("buffer", torch.zeros_like(g))
     buffer = momentum * buffer + g if sums else momentum * buffer + (1 - momentum) * g
     state["buffer"] = buffer
@@ -212,19 +238,25 @@ class Run:
     """A whole training run of the reference, a step at a time."""
 
     def __init__(self, model, steps, cooldown, windows=None):
-        self.model, self.steps, self.cooldown, self.windows = model, steps, cooldown, windows
+        self.model = model
+        self.steps = steps
+        self.cooldown = cooldown
+        self.windows = windows
         self.states = {name: {} for name in model.w}
 
     def step(self, step, sequences):
         """sequences: (inputs, targets) of the whole batch. Returns the loss before the step."""
-        system, weights = self.model.system, self.model.w
-        losses = [self.model.loss(*one, step, self.steps, windows=self.windows) for one in sequences]
+        system = self.model.system
+        weights = self.model.w
+        losses = [self.model.loss(inputs, targets, step, self.steps, windows=self.windows)
+                  for inputs, targets in sequences]
         loss = sum(losses) / len(losses)
         grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         factor = rate_factor(step, self.steps, self.cooldown)
         with torch.no_grad():
             for (name, p), g in zip(weights.items(), grads):
-                g, rate = torch.zeros_like(p) if g is None else g, adam_rate(name)
+                g = torch.zeros_like(p) if g is None else g
+                rate = adam_rate(name)
                 if rate is not None:
                     adam_step(p, g, self.states[name], factor * rate, system.betas)
                 else:

@@ -1,18 +1,19 @@
-"""The loader: ranks tile the stream, at any world size the same batches, and memory stays flat."""
+"""Data: ranks tile the stream, batches do not depend on the world size, memory stays flat."""
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from helpers import SCRIPT, TINY, make_data, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from conftest import write_shard
-from train_gpt import Loader, UserError
+from train_gpt import Hardware, Loader, UserError, open_data, parse_command_line
 
 SEQUENCE = 128
 
@@ -25,7 +26,7 @@ def numbered(*lengths: int) -> list[np.ndarray]:
 
 
 def plain_batches(shards, batch: int) -> list[np.ndarray]:
-    """Walk each shard, a batch and its last target at a time; what does not fill one is passed by."""
+    """Walk each shard, a batch and its last target at a time; skip what does not fill one."""
     found = []
     for shard in shards:
         position = 0
@@ -36,8 +37,9 @@ def plain_batches(shards, batch: int) -> list[np.ndarray]:
 
 
 def plain_segments(shards, batch: int, segment: int) -> list[np.ndarray]:
-    """[segments, tokens + 1] for each batch: a segment from each of batch/segment equal parts of a shard."""
-    found, parts = [], batch // segment
+    """[segments, tokens + 1] for each batch: a segment from each of the equal parts of a shard."""
+    found = []
+    parts = batch // segment
     for shard in shards:
         part = (len(shard) - 1) // parts
         for step in range(part // segment):
@@ -48,7 +50,8 @@ def plain_segments(shards, batch: int, segment: int) -> list[np.ndarray]:
 
 def read_all(pattern: str, batch: int, world_size: int, segment: int = 0) -> list[list[list]]:
     """[batch][rank][micro-step] of everything there is, each rank with a loader of its own."""
-    loaders = [Loader(pattern, batch, SEQUENCE, segment, rank, world_size) for rank in range(world_size)]
+    loaders = [Loader(pattern, batch, SEQUENCE, segment, rank, world_size)
+               for rank in range(world_size)]
     assert len({len(loader) for loader in loaders}) == 1
     return [[loader.next_batch() for loader in loaders] for _ in range(len(loaders[0]))]
 
@@ -59,13 +62,18 @@ def in_order(batch: list[list]) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.concatenate([pair[side].numpy() for pair in pairs]) for side in (0, 1))
 
 
-LENGTHS = (5000, 1025, 700, 1024, 3500, 0, 1, 2049)  # some fill batches exactly, some none, one is empty
+def first_input(batch: list) -> int:
+    return batch[0][0][0].item()
+
+
+LENGTHS = (5000, 1025, 700, 1024, 3500, 0, 1, 2049)  # some fill batches exactly, some none
 
 
 @pytest.mark.parametrize("world_size, micro_steps",
                          [(1, 1), (1, 8), (2, 1), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1)])
 def test_ranks_tile_the_stream_with_no_gap_and_no_overlap(make_shards, world_size, micro_steps):
-    shards, batch = numbered(*LENGTHS), world_size * micro_steps * SEQUENCE
+    shards = numbered(*LENGTHS)
+    batch = world_size * micro_steps * SEQUENCE
     read = read_all(make_shards(*shards), batch, world_size)
     expected = plain_batches(shards, batch)
     assert len(read) == len(expected) > 5
@@ -76,10 +84,12 @@ def test_ranks_tile_the_stream_with_no_gap_and_no_overlap(make_shards, world_siz
         np.testing.assert_array_equal(targets, theirs[1:])
 
 
-@pytest.mark.parametrize("world_size, micro_steps", [(1, 2), (1, 8), (2, 4), (3, 2), (4, 1), (5, 1)])
+@pytest.mark.parametrize("world_size, micro_steps",
+                         [(1, 2), (1, 8), (2, 4), (3, 2), (4, 1), (5, 1)])
 @pytest.mark.parametrize("segment", [32, 64, 128])
 def test_ranks_tile_the_stream_in_segments_too(make_shards, world_size, micro_steps, segment):
-    shards, batch = numbered(*LENGTHS), world_size * micro_steps * SEQUENCE
+    shards = numbered(*LENGTHS)
+    batch = world_size * micro_steps * SEQUENCE
     read = read_all(make_shards(*shards), batch, world_size, segment)
     expected = plain_segments(shards, batch, segment)
     assert len(read) == len(expected) > 5
@@ -92,10 +102,12 @@ def test_ranks_tile_the_stream_in_segments_too(make_shards, world_size, micro_st
 
 
 @given(lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=5),
-       segment=st.sampled_from([0, 16, 64, 128]), world_size=st.integers(1, 4), micro_steps=st.integers(1, 3))
+       segment=st.sampled_from([0, 16, 64, 128]), world_size=st.integers(1, 4),
+       micro_steps=st.integers(1, 3))
 @settings(max_examples=30)
 def test_any_shards_any_ranks(tmp_path_factory, lengths, segment, world_size, micro_steps):
-    folder, shards = tmp_path_factory.mktemp("shards"), numbered(*lengths)
+    folder = tmp_path_factory.mktemp("shards")
+    shards = numbered(*lengths)
     for number, shard in enumerate(shards):
         write_shard(folder / f"{number}.bin", shard)
     batch = world_size * micro_steps * SEQUENCE
@@ -110,8 +122,9 @@ def test_any_shards_any_ranks(tmp_path_factory, lengths, segment, world_size, mi
 @pytest.mark.parametrize("segment", [0, 64])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_one_rank_with_micro_steps_reads_what_several_ranks_read(make_shards, world_size, segment):
-    pattern, batch = make_shards(*numbered(*LENGTHS)), 8 * SEQUENCE
-    alone, together = read_all(pattern, batch, 1, segment), read_all(pattern, batch, world_size, segment)
+    pattern = make_shards(*numbered(*LENGTHS))
+    alone = read_all(pattern, 8 * SEQUENCE, 1, segment)
+    together = read_all(pattern, 8 * SEQUENCE, world_size, segment)
     assert len(alone) == len(together) > 3
     for one, several in zip(alone, together):
         for side in (0, 1):
@@ -122,29 +135,31 @@ def test_shards_come_in_the_order_of_their_names(tmp_path):
     for name, first in (("b", 1000), ("a", 0), ("c", 2000)):
         write_shard(tmp_path / f"train_{name}.bin", np.arange(first, first + SEQUENCE + 1))
     loader = Loader(str(tmp_path / "*.bin"), SEQUENCE, SEQUENCE)
-    assert [loader.next_batch()[0][0][0].item() for _ in range(len(loader))] == [0, 1000, 2000]
+    assert [first_input(loader.next_batch()) for _ in range(len(loader))] == [0, 1000, 2000]
 
 
 def test_every_epoch_is_all_of_the_shards_in_an_order_of_its_own(make_shards):
-    """The order is the seed's, the same on every rank; a single epoch goes by the names."""
+    """The seed decides it, the same on every rank; a single epoch is in the order of the names."""
     shards = numbered(*[2 * SEQUENCE + 1] * 8)
-    pattern, starts = make_shards(*shards), [int(shard[0]) for shard in shards]
+    pattern = make_shards(*shards)
+    starts = [int(shard[0]) for shard in shards]
 
     def epochs_of(**settings) -> list[list[int]]:
         loader = Loader(pattern, 2 * SEQUENCE, SEQUENCE, world_size=2, **settings)
-        firsts = [loader.next_batch()[0][0][0].item() for _ in range(len(loader))]
-        return [firsts[hardware:hardware + 8] for hardware in range(0, len(firsts), 8)]
+        firsts = [first_input(loader.next_batch()) for _ in range(len(loader))]
+        return [firsts[start:start + 8] for start in range(0, len(firsts), 8)]
 
     assert epochs_of(epochs=1, seed=5) == epochs_of() == [starts]
-    walked = epochs_of(epochs=3, seed=5)
-    assert [sorted(epoch) for epoch in walked] == [starts] * 3
-    assert len({tuple(epoch) for epoch in walked}) == 3 and walked != epochs_of(epochs=3, seed=6)
+    orders = epochs_of(epochs=3, seed=5)
+    assert orders == epochs_of(epochs=3, seed=5) != epochs_of(epochs=3, seed=6)
+    assert [sorted(epoch) for epoch in orders] == [starts] * 3
+    assert len({tuple(epoch) for epoch in orders}) == 3
     other_rank = epochs_of(epochs=3, seed=5, rank=1)
-    assert other_rank == [[start + SEQUENCE for start in epoch] for epoch in walked]
+    assert other_rank == [[start + SEQUENCE for start in epoch] for epoch in orders]
 
 
 def test_what_a_batch_is_made_of(make_shards):
-    """Indices for an embedding, targets for the cross-entropy; the highest token comes through unsigned."""
+    """Indices for an embedding, targets for the cross-entropy; the highest token stays unsigned."""
     loader = Loader(make_shards(np.full(300, 65535)), 2 * SEQUENCE, SEQUENCE)
     batch = loader.next_batch()
     assert len(batch) == 2
@@ -154,43 +169,40 @@ def test_what_a_batch_is_made_of(make_shards):
         assert (inputs == 65535).all() and (targets == 65535).all()
 
 
-def first_inputs(batch: list) -> int:
-    return batch[0][0][0].item()
-
-
 def test_reading_ahead_does_not_change_the_order(make_shards):
-    """However batches are asked for: in turn, after a jump, in strides, or straight from the file."""
+    """However batches are asked for: in turn, after a jump, in strides, or directly."""
     loader = Loader(make_shards(*numbered(6000)), SEQUENCE, SEQUENCE)
     directly = [loader.read(index)[0, 0, 0].item() for index in range(len(loader))]
     assert directly == [SEQUENCE * index for index in range(46)]
-    assert [first_inputs(loader.next_batch()) for _ in range(10)] == directly[:10]
+    assert [first_input(loader.next_batch()) for _ in range(10)] == directly[:10]
     for index in (30, 3, 3, 45, 0):
         loader.index = index
-        assert first_inputs(loader.next_batch()) == directly[index]
+        assert first_input(loader.next_batch()) == directly[index]
         assert loader.index == index + 1
     loader.index = 1
-    assert [first_inputs(loader.next_batch(stride=5)) for _ in range(9)] == directly[1::5]
+    assert [first_input(loader.next_batch(stride=5)) for _ in range(9)] == directly[1::5]
     loader.index = 2
-    assert [first_inputs(loader.next_batch()) for _ in range(44)] == directly[2:]
+    assert [first_input(loader.next_batch()) for _ in range(44)] == directly[2:]
 
 
 def test_the_next_batch_is_read_ahead_of_being_asked_for(make_shards):
     loader = Loader(make_shards(*numbered(6000)), SEQUENCE, SEQUENCE)
     loader.next_batch()
-    (index, ahead), = loader.ahead.items()
-    assert index == 1 and ahead.result(timeout=600)[0, 0, 0] == SEQUENCE
+    (index, pending), = loader.prefetched.items()
+    assert index == 1
+    assert pending.result(timeout=600)[0, 0, 0] == SEQUENCE
 
 
 def test_batches_do_not_share_memory(make_shards):
     loader = Loader(make_shards(*numbered(6000)), SEQUENCE, SEQUENCE)
-    first, kept = loader.next_batch(), None
+    first = loader.next_batch()
     kept = first[0][0].clone()
     for _ in range(5):
         loader.next_batch()
     assert torch.equal(first[0][0], kept)
 
 
-def test_running_out_is_said_in_one_sentence(make_shards):
+def test_running_out_is_one_sentence(make_shards):
     loader = Loader(make_shards(*numbered(300, 300)), SEQUENCE, SEQUENCE)
     for _ in range(4):
         loader.next_batch()
@@ -202,16 +214,17 @@ def test_a_token_outside_the_vocabulary_names_its_shard(make_shards):
     tokens = np.zeros(600, dtype=np.uint16)
     tokens[300] = 200
     loader = Loader(make_shards(tokens), SEQUENCE, SEQUENCE, vocab_size=200)
-    loader.next_batch(), loader.next_batch()
+    loader.next_batch()
+    loader.next_batch()
     with pytest.raises(UserError, match=r"train_000000\.bin: token 200 .* vocab_size=200"):
         loader.next_batch()
 
 
 def test_a_truncated_header_or_shard_is_refused(tmp_path):
     whole = write_shard(tmp_path / "whole.bin", np.arange(500))
-    assert train_gpt.Shard(whole).num_tokens == 500
+    assert train_gpt.Shard(str(whole)).num_tokens == 500
     for size in (0, 3, 1000, 1024, 1025, 2023):
-        (tmp_path / "cut.bin").write_bytes((tmp_path / "whole.bin").read_bytes()[:size])
+        (tmp_path / "cut.bin").write_bytes(whole.read_bytes()[:size])
         with pytest.raises(UserError, match=r"cut\.bin"):
             train_gpt.Shard(str(tmp_path / "cut.bin"))
 
@@ -226,7 +239,9 @@ def resident_mib():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 for segment in (0, 2**16):
-    loader, sizes, total = train_gpt.Loader({pattern!r}, 2**20, 2**19, segment), [], 0
+    loader = train_gpt.Loader({pattern!r}, 2**20, 2**19, segment)
+    sizes = []
+    total = 0
     while loader.index < len(loader):
         total += sum(len(inputs) for inputs, _ in loader.next_batch(stride=10))
         sizes.append(resident_mib())
@@ -234,19 +249,171 @@ for segment in (0, 2**16):
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux says how much is resident")
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_resident_memory_stays_flat_on_a_large_shard(tmp_path):
     """A sparse shard of 3 GB, of which 300 MB are read in batches of 2 MB, all over it."""
-    tokens, path = 3 * 2**29, tmp_path / "large.bin"
+    tokens = 3 * 2**29
+    path = tmp_path / "large.bin"
     write_shard(path, [], claimed=tokens)
     os.truncate(path, 1024 + 2 * tokens)
     program = MEMORY.format(root=os.path.dirname(train_gpt.__file__), pattern=str(path))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=600)
     assert done.returncode == 0, done.stderr
     contiguous, segments = map(json.loads, done.stdout.splitlines())
     for report in (contiguous, segments):
         assert 2 * report["total"] > 300 * 2**20
-        settled = report["sizes"][20:]  # by then the copies of a batch have found their hardware
+        settled = report["sizes"][20:]  # by then the memory of a batch is reused
         assert max(settled) < min(settled) + 100
         half = len(settled) // 2
-        assert sorted(settled[half:])[half // 2] < sorted(settled[:half])[half // 2] + 30, "it creeps up"
+        early = sorted(settled[:half])[half // 2]
+        late = sorted(settled[half:])[half // 2]
+        assert late < early + 30, "it grows"
+
+
+# ---- the token budget ----
+
+def opened(*arguments: str) -> train_gpt.Data:
+    return open_data(parse_command_line([*TINY, *arguments]), Hardware())
+
+
+def test_the_budget_counts_what_the_loader_will_deliver(tmp_path):
+    """Two shards of 20,000 tokens hold 19 whole batches of 1,024 each: 38 steps, not 39."""
+    data = make_data(tmp_path)
+    train = opened(*data, "--num_steps=38").train
+    for _ in range(38):
+        train.next_batch()
+    with pytest.raises(UserError) as caught:
+        opened(*data, "--num_steps=39")
+    assert str(caught.value) == (
+        f"{tmp_path}/train_*.bin: 2 shards hold 38 batches of 1024 tokens and --num_steps=39 needs "
+        "39; repeat them with --epochs=2, or lower it to --num_steps=38")
+
+
+@pytest.mark.parametrize("advice, needed", [("--epochs=3", 100), ("--num_steps=38", 38)])
+def test_advice_about_the_budget_is_enough(tmp_path, advice, needed):
+    data = make_data(tmp_path)
+    with pytest.raises(UserError, match=advice):
+        opened(*data, "--num_steps=100")
+    assert len(opened(*data, "--num_steps=100", advice).train) >= needed
+
+
+def test_validation_tokens_are_counted_in_tokens(tmp_path):
+    """20,000 tokens hold 78 whole sequences of 256."""
+    data = make_data(tmp_path)
+    assert len(opened(*data, "--val_tokens=19968").val) == 78
+    with pytest.raises(UserError) as caught:
+        opened(*data, "--val_tokens=20224")
+    assert str(caught.value) == (
+        f"{tmp_path}/val_*.bin: 1 shards hold 78 batches of 256 tokens and --val_tokens=20224 needs"
+        " 79; lower it to --val_tokens=19968")
+
+
+def test_a_text_shorter_than_a_batch_is_no_reason_to_make_more_shards_of_it(tmp_path):
+    """Nor for epochs, of which none would ever fill a batch."""
+    data = make_data(tmp_path, tokens=1000)
+    with pytest.raises(UserError) as caught:
+        opened(*data)
+    message = str(caught.value)
+    assert message.endswith("needs 4; lower --batch_tokens or --sequence_tokens")
+    assert not any(word in message for word in ("epochs", "tokenize", "make", "fetch"))
+
+
+@pytest.fixture
+def no_data_here(tmp_path, monkeypatch):
+    """An empty working directory: paths like data/fineweb10B/… are looked for in there."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("preset", ["2024-11-19", "2025-01-04"])
+def test_the_command_that_fetches_missing_shards_fetches_enough_of_them(no_data_here, preset):
+    hp = parse_command_line([f"--preset={preset}"])
+    source, shards = train_gpt.missing_data(hp).split()
+    per_shard = (100_000_000 - 1) // hp.batch_tokens
+    assert source == "fineweb"
+    assert (int(shards) - 1) * per_shard < hp.num_steps <= int(shards) * per_shard
+
+
+def test_the_command_that_fetches_the_rest_is_named(no_data_here):
+    folder = no_data_here / "data/fineweb10B"
+    folder.mkdir(parents=True)
+    for split in ("train", "val"):
+        write_shard(folder / f"fineweb_{split}_000001.bin", np.zeros(3 * 1024 + 1))
+    hp = parse_command_line([*TINY, "--preset=2025-01-04", "--num_steps=200000"])
+    with pytest.raises(UserError, match="hold 3 batches of 1024 tokens and --num_steps=200000 needs"
+                                        " 200000; fetch the rest with: python data/fineweb.py 3, or"
+                                        " repeat them with --epochs=66667, or lower it to"):
+        open_data(hp, Hardware())
+
+
+def test_the_text_of_the_laptop_is_fetched_where_there_is_none(no_data_here):
+    hp = parse_command_line(["--preset=laptop"])
+    assert train_gpt.missing_data(hp) == "enwik8"
+    with pytest.raises(UserError, match=r"enwik8_train_\*\.bin: no token shards there; \./run\.sh"):
+        open_data(hp, Hardware())
+
+
+# ---- what data/ says about the shards ----
+
+@pytest.fixture
+def shards_module():
+    with train_gpt.data_module("shards") as shards:
+        return shards
+
+
+def test_shards_with_a_manifest_are_passed_on_to_data(tmp_path, monkeypatch, shards_module):
+    calls = []
+
+    def check_manifests(held, vocab_size, document_token):
+        calls.append((held, vocab_size, document_token))
+        return {path: f"hash of {path}" for path in held}, 3.5 * len(held)
+
+    monkeypatch.setattr(shards_module, "check_manifests", check_manifests)
+    data = make_data(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    found = opened(*data, "--epochs=2")
+    train = {f"{tmp_path}/train_00000{number}.bin": 20_000 for number in (0, 1)}
+    val = {f"{tmp_path}/val_000000.bin": 20_000}
+    assert calls == [(train, 64, 63), (val, 64, 63)]
+    assert found.hashes == {path: f"hash of {path}" for path in (*train, *val)}
+    assert found.bytes_per_token == 3.5, "that of the validation text"
+
+
+def test_shards_without_a_manifest_load_as_they_are(tmp_path, monkeypatch, shards_module):
+    monkeypatch.delattr(shards_module, "check_manifests")
+    found = opened(*make_data(tmp_path))
+    assert set(found.hashes.values()) == {None} and len(found.hashes) == 3
+    assert found.bytes_per_token is None
+
+
+def test_what_data_refuses_reaches_the_user_as_one_sentence(tmp_path, monkeypatch, capsys,
+                                                            shards_module):
+    def check_manifests(held, vocab_size, document_token):
+        raise shards_module.UserError("a reason of data/shards.py; and its remedy")
+
+    monkeypatch.setattr(shards_module, "check_manifests", check_manifests)
+    data = make_data(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    assert train_gpt.main([*TINY, *data]) == 2
+    assert capsys.readouterr().err == "error: a reason of data/shards.py; and its remedy\n"
+    assert not (tmp_path / "logs").exists()
+
+
+def test_the_script_alone_trains_on_shards_that_exist(tmp_path):
+    """Copied into an empty folder, without data/: also where the shards have a manifest."""
+    alone = tmp_path / "alone"
+    shards = tmp_path / "shards"
+    alone.mkdir()
+    shards.mkdir()
+    data = make_data(shards)
+    (shards / "manifest.json").write_text("{}")
+    script = shutil.copy(SCRIPT, alone)
+    process = subprocess.run(
+        [sys.executable, script, *TINY, *data, "--run_id=alone"], cwd=alone, text=True,
+        capture_output=True, timeout=900,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"})
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    assert "final validation loss" in (shards / "logs/alone/log.txt").read_text()
+    assert os.listdir(alone) == ["train_gpt.py"]

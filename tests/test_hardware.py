@@ -1,104 +1,191 @@
-"""What follows from the GPU that is there: types, attention, compiling, tiles, and what sequence fits."""
+"""What follows from the hardware: types, attention, compiling, tiles, and which sequence fits."""
+import os
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-import train_gpt
-from gpu_common import needs_triton
+from harness import needs_triton
+from helpers import DATED, TINY, hyperparameters, make_trainer, train_steps
 from hypothesis import given
 from hypothesis import strategies as st
-from train_gpt import UserError, find_hardware, choose_flex_options, parse_command_line, start_triton
+
+import train_gpt
+from train_gpt import (
+    BLOCK,
+    PRESETS,
+    Hardware,
+    UserError,
+    choose_flex_options,
+    find_hardware,
+    fit_sequence,
+    memory_needed,
+    parse_command_line,
+    start_triton,
+)
 
 GIB = 2**30
+BF16 = torch.bfloat16
+FP32 = torch.float32
 
 
 @pytest.fixture
 def cards(monkeypatch):
     """cards(gigabytes, …): GPUs of these sizes, all of one generation."""
-    def pretend(*gigabytes: int, capability=(9, 0), shared: int | None = 227 * 1024, hip: str | None = None):
+    def pretend(*gigabytes: int, capability=(9, 0), shared: int | None = 227 * 1024,
+                hip: str | None = None):
         told = {} if shared is None else dict(shared_memory_per_block_optin=shared)
         properties = [SimpleNamespace(total_memory=size * GIB, major=capability[0], **told)
                       for size in gigabytes]
-        for name, value in dict(is_available=lambda: bool(gigabytes), device_count=lambda: len(gigabytes),
-                                current_device=lambda: 0, get_device_properties=lambda device=0:
-                                properties[getattr(device, "index", device)]).items():
+
+        def get_device_properties(device=0):
+            return properties[getattr(device, "index", device)]
+
+        for name, value in dict(is_available=lambda: bool(gigabytes),
+                                device_count=lambda: len(gigabytes), current_device=lambda: 0,
+                                get_device_properties=get_device_properties).items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(train_gpt, "start_triton", lambda: None)
     return pretend
 
 
-# ---- the length of a sequence ------------------------------------------------------------------------------
+@pytest.fixture
+def host_memory(monkeypatch):
+    """host_memory(gigabytes): a machine without GPUs and with so much memory."""
+    def pretend(gigabytes: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        sizes = dict(SC_PHYS_PAGES=gigabytes * GIB // 4096, SC_PAGE_SIZE=4096)
+        monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    return pretend
 
-@pytest.mark.parametrize("gigabytes, tokens", [(80, 65536), (40, 65536), (24, 32768), (12, 8192), (8, 4096)])
+
+def fitted(*arguments: str) -> tuple[train_gpt.Hyperparameters, str]:
+    """(hyperparameters, warning) as main has them before training."""
+    hp = parse_command_line(list(arguments))
+    warning = fit_sequence(hp, find_hardware(hp))
+    return hp, warning
+
+
+# ---- the length of a sequence ----
+
+@pytest.mark.parametrize("gigabytes, tokens", [(80, 65536), (40, 65536), (24, 32768), (12, 8192),
+                                               (8, 4096)])
 def test_the_sequence_is_as_long_as_fits(cards, gigabytes, tokens):
     cards(gigabytes)
-    hp = parse_command_line(["--preset=h100"])
-    assert (hp.sequence_tokens, hp.batch_tokens) == (tokens, 524_288)
+    hp, warning = fitted("--preset=h100")
+    assert (hp.sequence_tokens, hp.batch_tokens, warning) == (tokens, 524_288, "")
     assert train_gpt.as_dict(hp)["sequence_tokens"] == tokens, "the log says what was chosen"
 
 
 def test_the_smallest_gpu_decides(cards):
     cards(80, 24, 80)
-    assert parse_command_line(["--preset=h100"]).sequence_tokens == 32768
+    assert fitted("--preset=h100")[0].sequence_tokens == 32768
 
 
 def test_the_sequence_divides_the_share_of_a_rank(cards, monkeypatch):
     cards(*[80] * 16)
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert parse_command_line(["--preset=h100"]).sequence_tokens == 32768
-    assert parse_command_line(["--preset=h100", "--segment_tokens=512"]).sequence_tokens == 32768
-    with pytest.raises(UserError, match="--batch_tokens=1000: .* nearest is --batch_tokens=65536"):
-        parse_command_line(["--preset=h100", "--batch_tokens=1000"])
+    assert fitted("--preset=h100")[0].sequence_tokens == 32768
+    assert fitted("--preset=h100", "--segment_tokens=512")[0].sequence_tokens == 32768
+    hp, _ = fitted("--preset=h100", "--segment_tokens=384")
+    with pytest.raises(UserError, match="--segment_tokens=384: .* such as 512"):
+        train_gpt.validate(hp)
 
 
 def test_ranks_that_do_not_divide_the_batch_are_what_is_said(cards, monkeypatch):
-    """Not that memory is short, which no shorter sequence would mend."""
+    """And not that memory is short, which no shorter sequence would change."""
     cards(*[24] * 3)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    hp = parse_command_line(["--preset=h100"])
-    with pytest.raises(UserError, match="--batch_tokens=524288: .* 3 × 65536; the nearest is --batch_tokens=589824"):
+    hp, _ = fitted("--preset=h100")
+    with pytest.raises(UserError, match="--batch_tokens=524288: .* 3 × 65536; the nearest is "
+                                        "--batch_tokens=589824"):
         train_gpt.micro_steps(hp, find_hardware(hp))
-    assert parse_command_line(["--preset=h100", "--batch_tokens=589824"]).sequence_tokens == 32768
+    assert fitted("--preset=h100", "--batch_tokens=589824")[0].sequence_tokens == 32768
 
 
-def test_without_a_gpu_memory_is_not_asked(cards):
-    cards()
-    assert parse_command_line(["--preset=h100"]).sequence_tokens == 65536
-    assert parse_command_line(["--preset=h100", "--batch_tokens=8192"]).sequence_tokens == 8192
-    assert parse_command_line(["--preset=h100", "--sequence_tokens=131072"]).sequence_tokens == 131072
-    assert parse_command_line(["--preset=laptop"]).sequence_tokens == 4096
+@pytest.mark.parametrize("batch_tokens", [128, 1000, 5000, 300_000])
+def test_a_batch_that_no_sequence_divides_is_what_is_said(cards, batch_tokens):
+    """The user typed it, and not the sequence. Who follows the advice is accepted."""
+    cards(80)
+    hp, _ = fitted("--preset=h100", f"--batch_tokens={batch_tokens}")
+    if batch_tokens % BLOCK == 0:
+        train_gpt.validate(hp)
+        return
+    with pytest.raises(UserError, match=f"--batch_tokens={batch_tokens}: ") as caught:
+        train_gpt.validate(hp)
+    advice = re.search(r"the nearest is (\d+)$", str(caught.value))
+    hp, _ = fitted("--preset=h100", f"--batch_tokens={advice[1]}")
+    train_gpt.validate(hp)
+    assert abs(int(advice[1]) - batch_tokens) <= batch_tokens / 2
 
 
-def test_what_cannot_fit_is_refused_in_one_sentence(cards):
+def test_without_a_gpu_the_memory_of_the_machine_decides(host_memory):
+    host_memory(512)
+    assert fitted("--preset=h100")[0].sequence_tokens == 65536
+    assert fitted("--preset=h100", "--batch_tokens=8192")[0].sequence_tokens == 8192
+    hp, warning = fitted("--preset=h100", "--sequence_tokens=131072")
+    assert (hp.sequence_tokens, warning) == (131072, "")
+    assert fitted("--preset=laptop")[0].sequence_tokens == 4096
+    host_memory(16)
+    assert fitted("--preset=h100")[0].sequence_tokens < 65536
+
+
+def test_a_typed_sequence_that_does_not_fit_is_only_warned_about(cards):
+    """The estimate may be wrong."""
     cards(24)
-    with pytest.raises(UserError) as refused:
-        parse_command_line(["--preset=h100", "--sequence_tokens=65536"])
-    assert str(refused.value) == ("--sequence_tokens=65536: it needs about 32.0 GiB and the GPU has 20.6 GiB "
-                                  "for it; --sequence_tokens=32768 is the most that fits")
-    assert parse_command_line(["--preset=h100", "--sequence_tokens=16384"]).sequence_tokens == 16384
-    assert parse_command_line(["--preset=h100", "--sequence_tokens=65536", "--device=cpu"])
-    cards(4)
-    with pytest.raises(UserError, match="--sequence_tokens=128: it needs about 3.4 GiB and the GPU has "
-                                        "2.6 GiB for it; train a smaller model"):
-        parse_command_line(["--preset=h100"])
+    hp, warning = fitted("--preset=h100", "--sequence_tokens=65536")
+    assert hp.sequence_tokens == 65536
+    assert re.fullmatch(r"warning: a step needs about 3\d\.\d GiB and there are 20\.6; give "
+                        r"--sequence_tokens=32768: more micro-steps of the same batch", warning)
+    hp, warning = fitted("--preset=h100", "--sequence_tokens=16384")
+    assert (hp.sequence_tokens, warning) == (16384, "")
 
 
-def test_sampling_from_a_checkpoint_asks_no_memory(cards):
+def test_what_fits_at_no_length_is_tried_at_the_shortest_with_a_warning(cards):
     cards(4)
-    assert parse_command_line(["--preset=h100", "--checkpoint=model.pt", "--sample=A"])
+    hp, warning = fitted("--preset=h100")
+    assert hp.sequence_tokens == BLOCK
+    assert re.fullmatch(r"warning: a step needs about 3\.\d GiB and there are 2\.6; lower "
+                        "--model_dim or --num_layers", warning)
+
+
+def test_the_warning_is_in_the_log_and_the_run_goes_on(data, capsys, monkeypatch, host_memory):
+    host_memory(1)
+    monkeypatch.setattr(train_gpt, "memory_needed", lambda hp, hardware: (0.0, GIB / 128))
+    assert train_gpt.main([*TINY, *data, "--run_id=warned"]) == 0
+    sentence = ("warning: a step needs about 2.0 GiB and there are 1.0; give "
+                "--sequence_tokens=128: more micro-steps of the same batch")
+    assert sentence in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+                                   MemoryError()])
+@pytest.mark.parametrize("sequence, remedy", [
+    (256, "give --sequence_tokens=128: more micro-steps of the same batch"),
+    (128, "lower --model_dim or --num_layers")])
+def test_running_out_of_memory_is_one_sentence(data, capsys, monkeypatch, tmp_path, error, sequence,
+                                               remedy):
+    def step(trainer, batch, step):
+        raise error
+
+    monkeypatch.setattr(train_gpt.Trainer, "step", step)
+    arguments = [*TINY, *data, f"--sequence_tokens={sequence}", f"--log_dir={tmp_path}"]
+    assert train_gpt.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: out of memory with --sequence_tokens={sequence}; {remedy}"
 
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_shorter_sequences_are_the_same_training(tiny, make_shards, parts):
     """Documents of 128 tokens, so that no sequence cuts one: the losses of a few steps agree."""
     def losses(sequence_tokens: int) -> list[float]:
-        hp = tiny(train_files=train, val_files=train, sequence_tokens=sequence_tokens, window_start=512)
-        trainer = train_gpt.Trainer(hp, find_hardware(hp))
-        return [trainer.step(trainer.data.train.next_batch(), step) for step in range(4)]
+        hp = tiny(train_files=train, val_files=train, sequence_tokens=sequence_tokens,
+                  window_start=512)
+        return train_steps(make_trainer(hp), 4)
 
-    tokens = torch.randint(8, 200, (12 * 1024 + 1,), generator=torch.Generator().manual_seed(0)).numpy()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(8, 200, (12 * 1024 + 1,), generator=generator).numpy()
     tokens[::128] = 7
     train = make_shards(tokens)
     assert losses(512 // parts) == pytest.approx(losses(512), rel=1e-5)
@@ -107,25 +194,81 @@ def test_shorter_sequences_are_the_same_training(tiny, make_shards, parts):
     assert losses(512 // parts) != pytest.approx(losses(512), rel=1e-5)
 
 
-# ---- types, attention, compiling ---------------------------------------------------------------------------
+# ---- what a step needs ----
 
-BF16, FP32 = torch.bfloat16, torch.float32
+def bytes_of(parameters) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
 
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("preset", [*PRESETS, "2024-12-10+laptop"])
+def test_the_memory_of_weights_and_optimizers_is_that_of_the_model(preset, dtype):
+    """Weights, gradients twice; two moments of Adam, or Muon's momentum shared among the ranks."""
+    hp = hyperparameters(preset)
+    with torch.device("meta"):
+        model = train_gpt.GPT(hp, dtype)
+    groups = {kind: bytes_of(group["params"].values())
+              for kind, group in train_gpt.optimizer_groups(hp, model).items()}
+    for world_size in (1, 8):
+        hardware = Hardware(world_size=world_size, dtype=dtype)
+        expected = 5 * (groups["embed"] + groups["head"])
+        expected += (3 + 1 / world_size) * groups["muon"]
+        fixed, _ = memory_needed(hp, hardware)
+        assert fixed == pytest.approx(expected, rel=1e-9)
+        assert groups["scalar"] < 1e-4 * fixed, "too few to count"
+
+
+@pytest.mark.parametrize("preset", DATED)
+def test_embeddings_in_float32_take_as_many_bytes_as_they_have(preset):
+    hp = hyperparameters(preset, bf16_embeddings=False)
+    with torch.device("meta"):
+        model = train_gpt.GPT(hp, BF16)
+    embeddings = bytes_of([model.embed.weight, *model.value_embeds.parameters()])
+    more, _ = memory_needed(hp, Hardware(dtype=BF16))
+    less, _ = memory_needed(hyperparameters(preset), Hardware(dtype=BF16))
+    assert more - less == 5 * embeddings / 2
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_activations_are_more_than_what_the_backward_pass_keeps(tiny, dtype):
+    """A bound from below, without a GPU: the tensors that autograd saves in a forward pass."""
+    hp = tiny(num_layers=4, model_dim=128, vocab_size=2000)
+    model = train_gpt.GPT(hp, dtype)
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    tokens = torch.arange(hp.sequence_tokens + 1) % hp.vocab_size
+    window = torch.tensor(train_gpt.window_at(hp, 0), dtype=torch.int32)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = model(tokens[:-1].int(), tokens[1:], window)
+    assert loss.isfinite()
+    saved = sum(size for pointer, size in kept.items() if pointer not in own)
+    _, per_token = memory_needed(hp, Hardware(dtype=dtype))
+    assert 0.5 * saved < per_token * hp.sequence_tokens < 4 * saved
+
+
+# ---- types, attention, compiling ----
 
 @pytest.mark.parametrize("card, dtype, attention, compiled", [
     (dict(capability=(9, 0)), BF16, "flex", True),
     (dict(capability=(8, 0), shared=163 * 1024), BF16, "flex", True),
-    (dict(capability=(7, 5), shared=64 * 1024), FP32, "banded", True),      # bfloat16 would be emulated
+    (dict(capability=(7, 5), shared=64 * 1024), FP32, "banded", True),  # bfloat16 is emulated
     (dict(capability=(7, 0), shared=96 * 1024), FP32, "banded", True),
-    (dict(capability=(6, 1), shared=48 * 1024), FP32, "banded", False),     # Inductor refuses below 7.0
-    (dict(capability=(9, 4), shared=None, hip="7.0"), BF16, "flex", True),  # ROCm tells no shared memory
+    (dict(capability=(6, 1), shared=48 * 1024), FP32, "banded", False),  # no Triton below 7.0
+    (dict(capability=(9, 4), shared=None, hip="7.0"), BF16, "flex", True),  # shared memory unknown
 ])
 def test_what_follows_from_the_generation(cards, card, dtype, attention, compiled):
     cards(80, **card)
     hardware = find_hardware(parse_command_line(["--preset=h100"]))
     assert (hardware.device.type, hardware.dtype, hardware.muon_dtype) == ("cuda", dtype, dtype)
-    assert (hardware.attention, hardware.compile, hardware.flex_options) == (attention, compiled, None)
-    assert compiled or hardware.why_not_compiled == ": there is no Triton for this GPU"
+    assert (hardware.attention, hardware.compile) == (attention, compiled)
+    assert hardware.flex_options is None
+    assert hardware.why_not_compiled == ("" if compiled else "there is no Triton for this GPU")
 
 
 @pytest.mark.parametrize("argument, words", [
@@ -139,7 +282,7 @@ def test_what_an_old_gpu_cannot_do_is_refused(cards, argument, words):
 
 @needs_triton
 def test_a_gpu_without_a_c_compiler_is_told_and_trains_without(cards, monkeypatch, tmp_path):
-    """Triton builds the library that loads its kernels when it first meets a GPU."""
+    """Triton builds the library that loads its kernels when it first uses a GPU."""
     from triton.runtime import driver
     cards(80)
     for name in ("_active", "_default"):
@@ -148,11 +291,15 @@ def test_a_gpu_without_a_c_compiler_is_told_and_trains_without(cards, monkeypatc
     monkeypatch.delenv("CC", raising=False)
     for name in ("PATH", "TRITON_CACHE_DIR", "TRITON_LIBCUDA_PATH"):
         monkeypatch.setenv(name, str(tmp_path))
-    hardware = find_hardware(hp := parse_command_line(["--preset=h100"]))
-    assert not hardware.compile and hardware.attention == "banded" and hp.sequence_tokens < 65536
-    assert re.match(": Triton cannot start .*C compiler.* and Python.h .*gcc, python3", hardware.why_not_compiled)
+    hp = parse_command_line(["--preset=h100"])
+    hardware = find_hardware(hp)
+    assert not hardware.compile and hardware.attention == "banded"
+    assert re.match("Triton cannot start .*C compiler.* and Python.h .*gcc, python3",
+                    hardware.why_not_compiled)
+    fit_sequence(hp, hardware)
+    assert hp.sequence_tokens < 65536, "what is not compiled needs more memory"
     with pytest.raises(UserError, match="--compile=yes: Triton cannot start .* give --compile=no"):
-        parse_command_line(["--preset=h100", "--compile=yes"])
+        find_hardware(parse_command_line(["--preset=h100", "--compile=yes"]))
 
 
 def test_a_gpu_that_does_not_answer_is_refused_in_one_sentence(cards, monkeypatch):
@@ -161,16 +308,32 @@ def test_a_gpu_that_does_not_answer_is_refused_in_one_sentence(cards, monkeypatc
     hp = parse_command_line(["--preset=h100"])
 
     def launch(device):
-        raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nSearch for it")
+        raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on "
+                                     "the device\nSearch for it")
+
     monkeypatch.setattr(torch.cuda, "set_device", launch)
-    with pytest.raises(UserError, match=r"GPU 0 cannot be used \(AcceleratorError: .*no kernel image .*--device=cpu"):
-        train_gpt.prepare_device(find_hardware(hp), hp)
+    with pytest.raises(UserError) as caught:
+        train_gpt.prepare_device(hp, find_hardware(hp))
+    message = str(caught.value)
+    assert re.fullmatch("GPU 0 cannot be used: CUDA error: no kernel image .*--device=cpu", message)
+    assert "AcceleratorError" not in message
+
+
+def test_more_processes_than_gpus_are_refused(cards, monkeypatch):
+    cards(80, 80)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="--device=cuda: rank 2 needs GPU 2 and there are 2; start "
+                                        "one process per GPU, or give --device=cpu"):
+        find_hardware(parse_command_line(["--preset=h100"]))
 
 
 def test_without_its_gpus_a_machine_is_a_laptop(cards):
     cards(80)
-    assert [parse_command_line(given).preset for given in ([], ["--device=cuda"], ["--device=cpu"])] == [
-        "h100", "h100", "laptop"]
+    for arguments, preset in (([], "h100"), (["--device=cuda"], "h100"),
+                              (["--device=cpu"], "laptop")):
+        assert parse_command_line(arguments).preset == preset
 
 
 def test_apple_gpus_are_used_only_on_request(cards, monkeypatch):
@@ -186,25 +349,44 @@ def test_apple_gpus_are_used_only_on_request(cards, monkeypatch):
         find_hardware(parse_command_line(["--device=mps"]))
 
 
-# ---- tiles of FlexAttention (tests/test_gpu_lowering.py compiles them) -------------------------------------
+@pytest.mark.parametrize("capabilities, dtype", [
+    (dict(avx512_bf16=True), BF16), (dict(amx_bf16=True), BF16), (dict(avx2=True), FP32)])
+def test_a_cpu_computes_muon_in_bfloat16_where_it_can(cards, monkeypatch, capabilities, dtype):
+    cards()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    hardware = find_hardware(parse_command_line([]))
+    assert (hardware.dtype, hardware.muon_dtype) == (FP32, dtype)
+    typed = find_hardware(parse_command_line(["--muon_dtype=float32", "--dtype=bfloat16"]))
+    assert (typed.dtype, typed.muon_dtype) == (BF16, FP32)
 
-@pytest.mark.parametrize("heads, side", [(12, None), (6, None), (4, 32), (3, 32)])  # 64, 128, 192, 256 each
+
+# ---- tiles of FlexAttention (tests/gpu/test_gpu_lowering.py compiles them) ----
+
+def gpu_with(kibibytes: int) -> SimpleNamespace:
+    return SimpleNamespace(shared_memory_per_block_optin=kibibytes * 1024)
+
+
+@pytest.mark.parametrize("heads, side", [(12, None), (6, None), (4, 32), (3, 32)])
 def test_wide_heads_take_small_tiles_on_a_small_gpu(cards, heads, side):
+    """Heads of 64, 128, 192 and 256 dimensions."""
     cards(24, capability=(8, 9), shared=99 * 1024)
-    tiles = find_hardware(parse_command_line(["--preset=h100", f"--num_heads={heads}"])).flex_options
+    hp = parse_command_line(["--preset=h100", f"--num_heads={heads}"])
+    tiles = find_hardware(hp).flex_options
     assert (tiles or {}).get("fwd_BLOCK_M") == side
 
 
 @pytest.mark.parametrize("kibibytes", [227, 163, 99])
 @pytest.mark.parametrize("head_bytes", [128, 256])
 def test_inductors_own_tiles_are_kept_where_they_fit(kibibytes, head_bytes):
-    assert choose_flex_options(kibibytes * 1024, head_bytes) is None
+    assert choose_flex_options(gpu_with(kibibytes), head_bytes) is None
 
 
 @given(st.integers(48, 256), st.sampled_from([64, 128, 256, 512]))
 def test_other_tiles_fit_by_their_own_arithmetic(kibibytes, head_bytes):
-    tiles = choose_flex_options(kibibytes * 1024, head_bytes)
-    if tiles:
-        sides = {value for name, value in tiles.items() if "BLOCK" in name}
-        assert len(sides) == 1 and (side := sides.pop()) in (16, 32, 64) and train_gpt.BLOCK % side == 0
-        assert 6 * side * head_bytes <= kibibytes * 1024 < 386 * head_bytes
+    tiles = choose_flex_options(gpu_with(kibibytes), head_bytes)
+    if kibibytes * 1024 >= 386 * head_bytes:
+        assert tiles is None
+        return
+    (side,) = {value for name, value in tiles.items() if "BLOCK" in name}
+    assert side in (16, 32, 64) and BLOCK % side == 0
+    assert 6 * side * head_bytes <= kibibytes * 1024

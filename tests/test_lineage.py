@@ -1,13 +1,13 @@
-"""The dated systems against an independent reference: same weights and tokens, same losses, step by step."""
+"""The dated systems against an independent reference: same weights, same tokens, same losses."""
 import math
 import re
 
 import pytest
-import torch
-
 import reference
+import torch
+from helpers import DATED, made_up_text, make_trainer
+
 import train_gpt
-from conftest import DATED, made_up_text
 
 PARTS = {"attention.query.weight": "q", "attention.key.weight": "k", "attention.value.weight": "v",
          "attention.output.weight": "o", "attention.value_mix": "values", "up.weight": "up",
@@ -36,34 +36,38 @@ def shake(model: train_gpt.GPT) -> None:
 
 
 class Pair:
-    """The trainer from its preset and the reference, with the same weights and the same stream of tokens.
+    """The trainer from its preset and the reference, with the same weights and tokens.
 
-    The oldest system's window of 1024 would cut nothing of these sequences: 192 on both sides.
+    The oldest system's window of 1024 would exclude nothing in these sequences: 192 on both sides.
     """
 
     def __init__(self, tiny, make_shards, preset: str, num_steps: int, cooldown: int, shaken: bool):
-        fixed = dict(window_start=192, window_end=192) if preset == "2024-11-19" else {}
+        fixed_window = preset == "2024-11-19"
+        window = dict(window_start=192, window_end=192) if fixed_window else {}
         stream = made_up_text(num_steps * 2 * SEQUENCE + 1)
-        hp = tiny(preset, train_files=make_shards(stream), val_files=make_shards(stream, name="val"),
-                  sequence_tokens=SEQUENCE, batch_tokens=2 * SEQUENCE, val_tokens=SEQUENCE,
-                  num_steps=num_steps, cooldown=cooldown, **fixed)
+        hp = tiny(preset, train_files=make_shards(stream),
+                  val_files=make_shards(stream, name="val"), sequence_tokens=SEQUENCE,
+                  batch_tokens=2 * SEQUENCE, val_tokens=SEQUENCE, num_steps=num_steps,
+                  cooldown=cooldown, **window)
         self.stream = torch.from_numpy(stream.astype("int64"))
-        self.trainer = train_gpt.Trainer(hp, train_gpt.Hardware())
+        self.trainer = make_trainer(hp)
         if shaken:
             shake(self.trainer.model)
-        weights = {name_in_reference(name): p.detach() for name, p in self.trainer.model.named_parameters()}
+        weights = {name_in_reference(name): p.detach()
+                   for name, p in self.trainer.model.named_parameters()}
         model = reference.Model(reference.SYSTEMS[preset], weights, hp.num_heads, hp.document_token)
-        windows = (lambda *_: (192, None)) if fixed else None
+        windows = (lambda step, steps: (192, None)) if fixed_window else None
         self.reference = reference.Run(model, num_steps, cooldown, windows)
 
     def sequences(self, step: int) -> list:
         """The two sequences of a step, each with its targets one token on."""
-        places = 2 * SEQUENCE * step, 2 * SEQUENCE * step + SEQUENCE
-        return [(self.stream[hardware:hardware + SEQUENCE], self.stream[hardware + 1:hardware + SEQUENCE + 1])
-                for hardware in places]
+        first = 2 * SEQUENCE * step
+        return [(self.stream[start:start + SEQUENCE], self.stream[start + 1:start + SEQUENCE + 1])
+                for start in (first, first + SEQUENCE)]
 
     def train(self, steps: int) -> tuple[list[float], list[float]]:
-        ours, theirs = [], []
+        ours = []
+        theirs = []
         for step in range(steps):
             ours.append(self.trainer.step(self.trainer.data.train.next_batch(), step))
             theirs.append(self.reference.step(step, self.sequences(step)))
@@ -78,7 +82,7 @@ class Pair:
 
 @pytest.mark.parametrize("preset", DATED)
 def test_same_losses_step_after_step(tiny, make_shards, preset):
-    """8 steps of 24, in which the window grows over the whole sequence and the rate cools down from step 4.
+    """8 steps of 24: the window grows over the whole sequence, the rate falls from step 4 on.
 
     Every weight matters from the start, so nothing but rounding can differ: 2e-7 of the losses and
     5e-5 of the parameters were measured.
@@ -94,12 +98,13 @@ def test_same_losses_step_after_step(tiny, make_shards, preset):
 def test_same_losses_from_the_systems_own_start(tiny, make_shards, preset):
     """6 steps of 16 from outputs and head that are zero: at first every token is as likely.
 
-    Until the blocks do something, the skip weights and mixes only scale the stream, which the norms undo:
-    their gradients are rounding errors, of which Adam takes the sign. So these losses agree less closely.
+    Until the blocks do something, the skip weights and mixes only scale the stream, which the norms
+    undo: their gradients are rounding errors, of which Adam takes the sign. So these losses agree
+    less closely.
     """
     pair = Pair(tiny, make_shards, preset, num_steps=16, cooldown=13, shaken=False)
     ours, theirs = pair.train(6)
-    assert ours[0] == pytest.approx(math.log(256), rel=1e-6)  # 200 tokens, padded to a multiple of 128
+    assert ours[0] == pytest.approx(math.log(256), rel=1e-6)  # 200 tokens, padded to 2 × 128
     assert ours[:2] == pytest.approx(theirs[:2], rel=1e-6)
     assert ours == pytest.approx(theirs, rel=2e-4)
     assert ours[-1] < ours[0] - 0.5, "too little was learned for this to compare anything"

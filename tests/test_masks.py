@@ -1,14 +1,14 @@
-"""Masks against brute force, and both attention back ends against dense attention under those masks."""
+"""Masks against brute force; both attention back ends against dense attention under them."""
 import math
 
 import pytest
+import reference
 import torch
+from helpers import hyperparameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reference
 import train_gpt
-from conftest import hyperparameters
 from train_gpt import BLOCK, NO_LIMIT, Mask, attend, build_mask, window_at
 
 DOCUMENT = 7
@@ -17,12 +17,14 @@ UNITS = ("block", "token", "token_in_block")
 
 @st.composite
 def inputs(draw, max_blocks: int = 5) -> torch.Tensor:
-    """Tokens of 1 to 5 blocks, with documents that start in random places and at edges of blocks."""
+    """Tokens of 1 to 5 blocks; documents start at random positions and at edges of blocks."""
     length = BLOCK * draw(st.integers(1, max_blocks))
-    near_edges = [edge + side for edge in range(0, length, BLOCK) for side in (-1, 0, 1) if edge + side >= 0]
-    places = draw(st.lists(st.one_of(st.integers(0, length - 1), st.sampled_from(near_edges)), max_size=6))
+    near_edges = [edge + side for edge in range(0, length, BLOCK) for side in (-1, 0, 1)
+                  if edge + side >= 0]
+    position = st.one_of(st.integers(0, length - 1), st.sampled_from(near_edges))
+    starts = draw(st.lists(position, max_size=6))
     tokens = torch.zeros(length, dtype=torch.int32)
-    tokens[places] = DOCUMENT
+    tokens[starts] = DOCUMENT
     return tokens
 
 
@@ -30,12 +32,13 @@ def inputs(draw, max_blocks: int = 5) -> torch.Tensor:
 def windows(draw) -> torch.Tensor:
     """What window_at says at a random step of a random schedule, in each of the three units."""
     hp = hyperparameters("laptop", window_unit=draw(st.sampled_from(UNITS)), num_steps=20,
-                         window_start=draw(st.integers(1, 700)), window_end=draw(st.integers(1, 700)))
+                         window_start=draw(st.integers(1, 700)),
+                         window_end=draw(st.integers(1, 700)))
     return torch.tensor(window_at(hp, draw(st.integers(0, 20))), dtype=torch.int32)
 
 
 def brute_force(tokens: torch.Tensor, window: torch.Tensor, segment: int = 0) -> torch.Tensor:
-    """Every pair of places, one by one condition; the window's numbers cut both ways."""
+    """Every pair of positions against every condition, the window's two numbers among them."""
     documents = reference.count_documents(tokens, DOCUMENT)
     if segment:
         documents = documents * len(tokens) + torch.arange(len(tokens)) // segment
@@ -44,27 +47,29 @@ def brute_force(tokens: torch.Tensor, window: torch.Tensor, segment: int = 0) ->
 
 def block_lists(count: torch.Tensor, indices: torch.Tensor) -> list[list[int]]:
     rows = [row[:number].tolist() for number, row in zip(count[0, 0], indices[0, 0])]
-    assert all(row == sorted(set(row)) for row in rows), "each list is in order, and names no block twice"
+    assert all(row == sorted(set(row)) for row in rows), "in order, and no block twice"
     return rows
 
 
 def expanded(mask: train_gpt.BlockMask) -> torch.Tensor:
-    """Lists and function together: full blocks are seen whole, partial ones where the function says."""
+    """Lists and function together: full blocks are seen whole, others where the function says."""
     partial = block_lists(mask.kv_num_blocks, mask.kv_indices)
     full = block_lists(mask.full_kv_num_blocks, mask.full_kv_indices)
-    hardware = torch.arange(BLOCK * len(partial))
-    where = mask.mask_mod(torch.tensor(0), torch.tensor(0), hardware[:, None], hardware[None, :])
-    dense = torch.zeros(len(hardware), len(hardware), dtype=torch.bool)
+    position = torch.arange(BLOCK * len(partial))
+    zero = torch.tensor(0)
+    where = mask.mask_mod(zero, zero, position[:, None], position[None, :])
+    dense = torch.zeros(len(position), len(position), dtype=torch.bool)
     for row in range(len(partial)):
         assert not set(partial[row]) & set(full[row])
+        queries = slice(row * BLOCK, (row + 1) * BLOCK)
         for column in partial[row] + full[row]:
-            here = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
-            dense[here] = True if column in full[row] else where[here]
+            keys = slice(column * BLOCK, (column + 1) * BLOCK)
+            dense[queries, keys] = True if column in full[row] else where[queries, keys]
     return dense
 
 
 def by_blocks(dense: torch.Tensor) -> torch.Tensor:
-    """[query block, key block, hardware in the pair of blocks]"""
+    """[query block, key block, position in the pair of blocks]"""
     blocks = len(dense) // BLOCK
     return dense.view(blocks, BLOCK, blocks, BLOCK).transpose(1, 2).flatten(2)
 
@@ -72,28 +77,31 @@ def by_blocks(dense: torch.Tensor) -> torch.Tensor:
 @given(inputs(), windows())
 @settings(max_examples=100)
 def test_block_mask_is_the_brute_force_mask(tokens, window):
-    mask = build_mask(tokens, window, DOCUMENT, 0, "flex", reach=9).blocks
+    mask = build_mask(tokens, window, DOCUMENT, 0, "flex", 9).block_mask
     assert torch.equal(expanded(mask), brute_force(tokens, window))
 
 
 @given(inputs(), windows())
 def test_block_lists_hold_no_block_too_many(tokens, window):
     """Listed are the blocks with something to see, and full are those seen whole."""
-    mask = build_mask(tokens, window, DOCUMENT, 0, "flex", reach=9).blocks
+    mask = build_mask(tokens, window, DOCUMENT, 0, "flex", 9).block_mask
     pairs = by_blocks(brute_force(tokens, window))
     assert torch.equal(mask.to_dense()[0, 0].bool(), pairs.any(-1))
-    full = [[column for column in range(len(pairs)) if pairs[row, column].all()] for row in range(len(pairs))]
+    full = [[column for column in range(len(pairs)) if pairs[row, column].all()]
+            for row in range(len(pairs))]
     assert block_lists(mask.full_kv_num_blocks, mask.full_kv_indices) == full
 
 
 @given(inputs(), windows())
 def test_the_lists_of_the_backward_pass_are_the_transposed_ones(tokens, window):
-    mask = build_mask(tokens, window, DOCUMENT, 0, "flex", reach=9).blocks
+    mask = build_mask(tokens, window, DOCUMENT, 0, "flex", 9).block_mask
     for kind in ("", "full_"):
-        forth = block_lists(getattr(mask, f"{kind}kv_num_blocks"), getattr(mask, f"{kind}kv_indices"))
-        back = block_lists(getattr(mask, f"{kind}q_num_blocks"), getattr(mask, f"{kind}q_indices"))
-        assert {(q, k) for q, row in enumerate(forth) for k in row} == \
-               {(q, k) for k, row in enumerate(back) for q in row}
+        keys = block_lists(getattr(mask, f"{kind}kv_num_blocks"),
+                           getattr(mask, f"{kind}kv_indices"))
+        queries = block_lists(getattr(mask, f"{kind}q_num_blocks"),
+                              getattr(mask, f"{kind}q_indices"))
+        forward = {(q, k) for q, row in enumerate(keys) for k in row}
+        assert forward == {(q, k) for k, row in enumerate(queries) for q in row}
 
 
 def expanded_band(bias: torch.Tensor) -> torch.Tensor:
@@ -102,7 +110,8 @@ def expanded_band(bias: torch.Tensor) -> torch.Tensor:
     assert ((bias == 0) | (bias == -math.inf)).all()
     dense = torch.zeros(blocks * BLOCK, span - BLOCK + blocks * BLOCK, dtype=torch.bool)
     for block in range(blocks):
-        dense[block * BLOCK:(block + 1) * BLOCK, block * BLOCK:block * BLOCK + span] = bias[block, 0] == 0
+        start = block * BLOCK
+        dense[start:start + BLOCK, start:start + span] = bias[block, 0] == 0
     assert not dense[:, :span - BLOCK].any()
     return dense[:, span - BLOCK:]
 
@@ -110,23 +119,22 @@ def expanded_band(bias: torch.Tensor) -> torch.Tensor:
 @given(inputs(), windows(), st.integers(0, 3))
 @settings(max_examples=100)
 def test_band_is_the_brute_force_mask(tokens, window, more):
-    reach = train_gpt.blocks_back(*window.tolist()) + more
-    mask = build_mask(tokens, window, DOCUMENT, 0, "banded", reach)
+    blocks_back = train_gpt.blocks_back(*window.tolist()) + more
+    mask = build_mask(tokens, window, DOCUMENT, 0, "banded", blocks_back)
     assert torch.equal(expanded_band(mask.bias), brute_force(tokens, window))
-    narrowed = train_gpt.narrow_band(mask.bias, window)
-    assert torch.equal(expanded_band(narrowed), brute_force(tokens, window)), "what is cut off was not seen"
 
 
 @given(inputs(), windows(), st.sampled_from([64, 128, 256]))
-def test_segments_part_like_documents(tokens, window, segment):
+def test_segments_separate_like_documents(tokens, window, segment):
     expected = brute_force(tokens, window, segment)
-    assert torch.equal(expanded(build_mask(tokens, window, DOCUMENT, segment, "flex", 9).blocks), expected)
+    flex = build_mask(tokens, window, DOCUMENT, segment, "flex", 9)
+    assert torch.equal(expanded(flex.block_mask), expected)
     banded = build_mask(tokens, window, DOCUMENT, segment, "banded", 9)
     assert torch.equal(expanded_band(banded.bias), expected)
 
 
 @given(st.integers(1, 600), st.integers(1, 6))
-def test_reach_is_just_enough(tokens, blocks):
+def test_blocks_back_is_just_enough(tokens, blocks):
     """As many blocks back as the farthest key that some query sees, and no more."""
     sees = brute_force(torch.zeros(8 * BLOCK), torch.tensor([tokens, blocks]))
     query, key = sees.nonzero().T
@@ -136,14 +144,16 @@ def test_reach_is_just_enough(tokens, blocks):
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("start, end", [(64, 1792), (1024, 1024), (900, 128)])
 def test_the_band_is_wide_enough_for_the_whole_run(unit, start, end):
-    hp = hyperparameters("laptop", window_unit=unit, window_start=start, window_end=end, num_steps=50)
-    reaches = [train_gpt.blocks_back(*window_at(hp, step)) for step in range(51)]
-    assert train_gpt.max_blocks_back(hp) == max(reaches)
+    hp = hyperparameters("laptop", window_unit=unit, window_start=start, window_end=end,
+                         num_steps=50)
+    needed = [train_gpt.blocks_back(*window_at(hp, step)) for step in range(51)]
+    assert train_gpt.max_blocks_back(hp) == max(needed)
 
 
-# ---- attention ---------------------------------------------------------------------------------------------
+# ---- attention ----
 
-def random_heads(length: int, heads: int = 2, head_dim: int = 16, seed: int = 0) -> list[torch.Tensor]:
+def random_heads(length: int, heads: int = 2, head_dim: int = 16,
+                 seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(length, heads, head_dim, generator=generator) for _ in range(4)]
 
@@ -167,20 +177,32 @@ def assert_same_attention(mask: Mask, dense: torch.Tensor, tensors: list, attent
 
 @given(inputs(), windows(), st.integers(0, 2))
 def test_banded_attention_is_dense_attention(tokens, window, more):
-    mask = build_mask(tokens, window, DOCUMENT, 0, "banded", train_gpt.blocks_back(*window.tolist()) + more)
+    blocks_back = train_gpt.blocks_back(*window.tolist()) + more
+    mask = build_mask(tokens, window, DOCUMENT, 0, "banded", blocks_back)
     assert_same_attention(mask, brute_force(tokens, window), random_heads(len(tokens)))
+
+
+def three_blocks(*starts: int) -> torch.Tensor:
+    tokens = torch.zeros(3 * BLOCK, dtype=torch.int32)
+    tokens[list(starts)] = DOCUMENT
+    return tokens
+
+
+def token_window(tokens: int) -> torch.Tensor:
+    return torch.tensor([tokens, NO_LIMIT], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("heads, head_dim", [(1, 64), (3, 8), (6, 128)])
 def test_banded_attention_for_other_shapes(heads, head_dim):
-    tokens, window = torch.zeros(3 * BLOCK, dtype=torch.int32), torch.tensor([200, NO_LIMIT], dtype=torch.int32)
-    tokens[[0, 150]] = DOCUMENT
+    tokens = three_blocks(0, 150)
+    window = token_window(200)
     mask = build_mask(tokens, window, DOCUMENT, 0, "banded", 2)
-    assert_same_attention(mask, brute_force(tokens, window), random_heads(len(tokens), heads, head_dim))
+    tensors = random_heads(len(tokens), heads, head_dim)
+    assert_same_attention(mask, brute_force(tokens, window), tensors)
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor in the computer's memory that says it is on a device of another kind."""
+    """A tensor on the CPU that says it is on a device of another kind."""
     device = property(lambda self: torch.device("mps"))
 
 
@@ -194,17 +216,19 @@ def attend_elsewhere(q, k, v, mask):
 @settings(max_examples=15)
 def test_banded_attention_from_torch_operators_is_dense_attention(tokens, window):
     """The branch for devices that are neither the CPU nor compiled CUDA."""
-    mask = build_mask(tokens, window, DOCUMENT, 0, "banded", train_gpt.blocks_back(*window.tolist()))
+    blocks_back = train_gpt.blocks_back(*window.tolist())
+    mask = build_mask(tokens, window, DOCUMENT, 0, "banded", blocks_back)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "banded_cpu", None)  # so that it cannot be this that answers
-        assert_same_attention(mask, brute_force(tokens, window), random_heads(len(tokens)), attend_elsewhere)
+        patch.setattr(train_gpt, "BandedAttention", None)  # so that it cannot be this that answers
+        assert_same_attention(mask, brute_force(tokens, window), random_heads(len(tokens)),
+                              attend_elsewhere)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_dense_attention():
-    """Not compiled it heeds the function only, not the lists: so with a window in tokens, which is in it."""
-    tokens, window = torch.zeros(3 * BLOCK, dtype=torch.int32), torch.tensor([192, NO_LIMIT], dtype=torch.int32)
-    tokens[[0, 150, 151, 300]] = DOCUMENT
+    """Not compiled it uses the function and not the lists: so with a window in tokens."""
+    tokens = three_blocks(0, 150, 151, 300)
+    window = token_window(192)
     mask = build_mask(tokens, window, DOCUMENT, 0, "flex", 2)
     *qkv, _ = random_heads(len(tokens))
     expected = reference.dense_attention(*qkv, brute_force(tokens, window))
@@ -212,31 +236,34 @@ def test_flex_attention_is_dense_attention():
 
 
 def test_banded_attention_in_bfloat16_is_near():
-    tokens, window = torch.zeros(3 * BLOCK, dtype=torch.int32), torch.tensor([192, NO_LIMIT], dtype=torch.int32)
+    tokens = three_blocks()
+    window = token_window(192)
     mask = build_mask(tokens, window, DOCUMENT, 0, "banded", 2)
+    dense = brute_force(tokens, window)
     tensors = [x.bfloat16() for x in random_heads(len(tokens))]
     ours = with_gradients(lambda *qkv: attend(*qkv, mask), *tensors)
-    theirs = with_gradients(lambda *qkv: reference.dense_attention(*qkv, brute_force(tokens, window)),
+    theirs = with_gradients(lambda *qkv: reference.dense_attention(*qkv, dense),
                             *(x.double() for x in tensors))
     for one, other in zip(ours, theirs, strict=True):
         assert one.dtype == torch.bfloat16
         assert (one.double() - other).norm() < 0.01 * other.norm()
 
 
-@pytest.mark.parametrize("narrow", [True, False])
-def test_the_operator_of_the_cpu_is_a_well_made_one(narrow):
-    """torch's own checks: schema, autograd, fake tensors, compiled with static and dynamic shapes."""
-    window = torch.tensor([100 if narrow else 300, NO_LIMIT], dtype=torch.int32)
-    mask = build_mask(torch.zeros(3 * BLOCK), window, DOCUMENT, 0, "banded", 2)
-    *qkv, grad = random_heads(3 * BLOCK)
-    torch.library.opcheck(train_gpt.banded_cpu, (*(x.requires_grad_() for x in qkv), mask.bias, window))
-    qkv = [x.detach() for x in qkv]
-    saved = train_gpt.banded_cpu(*qkv, mask.bias, window)
-    torch.library.opcheck(train_gpt.banded_cpu_backward, (grad, *qkv, *saved, mask.bias, window))
+def test_one_graph_computes_the_attention_of_every_window():
+    """Traced with its backward pass; the window is a tensor, so another one recompiles nothing."""
+    tokens = three_blocks(0, 150)
+    tensors = random_heads(len(tokens))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
+    for window in (token_window(100), token_window(300)):
+        mask = build_mask(tokens, window, DOCUMENT, 0, "banded", 2)
+        assert_same_attention(mask, brute_force(tokens, window), tensors, compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_window_costs_what_it_sees():
-    """The operator looks at this step's part of the band only: what lies outside it may as well be NaN."""
+    """Not compiled, only this step's part of the band is used: the rest may as well be NaN."""
     window = torch.tensor([NO_LIMIT, 1], dtype=torch.int32)
     mask = build_mask(torch.zeros(4 * BLOCK), window, DOCUMENT, 0, "banded", 3)
     poisoned = mask.bias.clone()

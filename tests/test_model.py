@@ -1,14 +1,30 @@
-"""The model: sizes, pieces, what it starts as, and that nothing leaks from the future or another document."""
+"""The model: sizes, pieces, the FP8 head, and nothing leaks from the future or another document."""
 import math
 
 import pytest
-import torch
-
 import reference
-import train_gpt
-from conftest import DATED, TINY, hyperparameters, made_up_text
+import torch
+import torch.nn.functional as F
+from helpers import (
+    DATED,
+    TINY_FIELDS,
+    hyperparameters,
+    made_up_text,
+    make_trainer,
+    train_steps,
+)
 from test_lineage import shake
-from train_gpt import GPT, Hardware, Rotary, UserError, build_optimizers, optimizer_groups
+
+import train_gpt
+from train_gpt import (
+    GPT,
+    Float8Product,
+    Hardware,
+    Rotary,
+    UserError,
+    build_optimizers,
+    optimizer_groups,
+)
 
 EVERY_PRESET = [*DATED, "h100", "laptop"]
 PARAMETERS_M = {"2024-11-19": 162.2, "2024-12-04": 625.8, "2024-12-08": 394.0, "2024-12-10": 394.0,
@@ -25,7 +41,7 @@ def window_of(hp, step: int) -> torch.Tensor:
     return torch.tensor(train_gpt.window_at(hp, step), dtype=torch.int32)
 
 
-# ---- sizes -------------------------------------------------------------------------------------------------
+# ---- sizes ----
 
 @pytest.mark.parametrize("preset", DATED)
 def test_parameter_counts_are_those_of_the_records(preset):
@@ -35,7 +51,8 @@ def test_parameter_counts_are_those_of_the_records(preset):
 
 @pytest.mark.parametrize("preset", DATED)
 def test_shapes_of_the_records(preset):
-    model, system = at_full_size(preset), reference.SYSTEMS[preset]
+    model = at_full_size(preset)
+    system = reference.SYSTEMS[preset]
     without = tuple(layer for layer, block in enumerate(model.blocks) if block.attention is None)
     assert without == system.no_attention
     assert model.hp.value_tables == system.tables
@@ -48,20 +65,22 @@ def test_shapes_of_the_records(preset):
     assert model.skip_weights.shape == (6,)
 
 
-# ---- optimizer groups --------------------------------------------------------------------------------------
+# ---- optimizer groups ----
 
 @pytest.mark.parametrize("preset", EVERY_PRESET)
 def test_every_parameter_is_in_exactly_one_group(preset):
     model = at_full_size(preset)
     groups = optimizer_groups(model.hp, model)
     named = [pair for group in groups.values() for pair in group["params"].items()]
-    assert sorted(name for name, _ in named) == sorted(name for name, _ in model.named_parameters())
-    assert {name: id(p) for name, p in named} == {name: id(p) for name, p in model.named_parameters()}
+    expected = dict(model.named_parameters())
+    assert sorted(name for name, _ in named) == sorted(expected)
+    assert all(p is expected[name] for name, p in named)
 
 
 @pytest.mark.parametrize("preset", DATED)
 def test_groups_and_rates_are_those_of_the_records(preset):
-    model, system = at_full_size(preset), reference.SYSTEMS[preset]
+    model = at_full_size(preset)
+    system = reference.SYSTEMS[preset]
     groups = optimizer_groups(model.hp, model)
     assert {kind: group["lr"] for kind, group in groups.items()} == dict(
         embed=0.6, head=0.008, scalar=0.04, muon=system.muon_rate)
@@ -71,7 +90,8 @@ def test_groups_and_rates_are_those_of_the_records(preset):
     assert all(p.ndim < 2 for p in groups["scalar"]["params"].values())
     matrices = 12 * 2 + 4 * (12 - len(system.no_attention))
     assert len(groups["muon"]["params"]) == matrices
-    assert all(p.ndim == 2 and name.startswith("blocks.") for name, p in groups["muon"]["params"].items())
+    assert all(p.ndim == 2 and name.startswith("blocks.")
+               for name, p in groups["muon"]["params"].items())
 
 
 @pytest.mark.parametrize("preset", EVERY_PRESET)
@@ -79,7 +99,8 @@ def test_the_optimizers_hold_every_parameter_once_with_the_records_settings(tiny
     hp = tiny(preset)
     model = GPT(hp)
     adam, muon = build_optimizers(hp, model, Hardware())
-    held = [id(p) for optimizer in (adam, muon) for group in optimizer.param_groups for p in group["params"]]
+    held = [id(p) for optimizer in (adam, muon)
+            for group in optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     for group in adam.param_groups:
         assert group["betas"] == (hp.adam_beta1, hp.adam_beta2)
@@ -89,7 +110,8 @@ def test_the_optimizers_hold_every_parameter_once_with_the_records_settings(tiny
         assert group["weight_decay"] == 0
 
 
-@pytest.mark.parametrize("name, shape", [("stray", (2, 2)), ("blocks_extra", (3, 3)), ("volume", (2, 2, 2))])
+@pytest.mark.parametrize("name, shape", [("stray", (2, 2)), ("blocks_extra", (3, 3)),
+                                         ("volume", (2, 2, 2))])
 def test_a_parameter_that_no_group_knows_is_refused_by_name(tiny, name, shape):
     model = GPT(tiny())
     model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
@@ -97,10 +119,10 @@ def test_a_parameter_that_no_group_knows_is_refused_by_name(tiny, name, shape):
         build_optimizers(model.hp, model, Hardware())
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------
+# ---- pieces ----
 
 def test_norm_has_unit_mean_square():
-    x = 5 * torch.randn(7, 32)
+    x = 5 * torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(train_gpt.norm(x), reference.rms_norm(x))
 
 
@@ -109,7 +131,7 @@ def test_norm_has_unit_mean_square():
 def test_rotary_against_its_formula(preset, half, heads, head_dim):
     hp = hyperparameters(preset)
     rotary = Rotary(head_dim, 300, hp.rotary_base, hp.rotary_fraction, hp.rotary_endpoint)
-    x = torch.randn(300, heads, head_dim)
+    x = torch.randn(300, heads, head_dim, generator=torch.Generator().manual_seed(0))
     expected = reference.rotate(x, reference.rotary_frequencies(head_dim, half))
     torch.testing.assert_close(rotary(x), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(rotary(x[:100]), expected[:100], rtol=1e-4, atol=1e-4)
@@ -117,7 +139,8 @@ def test_rotary_against_its_formula(preset, half, heads, head_dim):
 
 def test_rotary_sees_only_how_far_apart_two_tokens_are():
     rotary = Rotary(32, 64, 1024.0, 0.5, True)
-    q, k = (torch.randn(1, 1, 32).expand(64, 1, 32) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 32, generator=generator).expand(64, 1, 32) for _ in range(2))
     products = torch.einsum("qhd,khd->qk", rotary(q), rotary(k))
     for apart in (0, 1, 17):
         along = products.diagonal(-apart)
@@ -141,7 +164,8 @@ def test_bfloat16_activations_leave_weights_and_rotary_tables_in_float32(tiny):
 
 def test_bfloat16_model_is_near_the_float32_one(tiny):
     hp = tiny()
-    exact, near = GPT(hp), GPT(hp, torch.bfloat16)
+    exact = GPT(hp)
+    near = GPT(hp, torch.bfloat16)
     shake(exact)
     near.load_state_dict(exact.state_dict())
     inputs = torch.from_numpy(made_up_text(512).astype("int64"))
@@ -151,7 +175,8 @@ def test_bfloat16_model_is_near_the_float32_one(tiny):
 
 def test_softcap(tiny):
     hp = tiny(softcap=3)
-    model, uncapped = GPT(hp), GPT(tiny(softcap=0))
+    model = GPT(hp)
+    uncapped = GPT(tiny(softcap=0))
     shake(model)
     with torch.no_grad():
         model.head.weight *= 50
@@ -175,7 +200,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_logits(tiny):
 @pytest.mark.parametrize("shape", [(1, 512), (500,), (2, 256)])
 def test_shapes_are_asserted(tiny, shape):
     model = GPT(tiny())
-    with pytest.raises(AssertionError, match="multiple of the block"):
+    with pytest.raises(AssertionError, match="one sequence of whole blocks"):
         model(torch.zeros(shape, dtype=torch.int32), None, window_of(model.hp, 0))
 
 
@@ -195,25 +220,26 @@ def test_at_the_start_every_token_is_as_likely(tiny, preset):
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("layout", ["none", "per_layer", "mirrored", "ends"])
 def test_every_parameter_has_a_gradient_at_any_depth(tiny, layers, layout):
-    """DDP stops at a parameter that has none. A depth that cannot give all of them one must be refused."""
-    try:
-        hp = tiny("2024-12-10", num_layers=layers, value_layout=layout)
-    except UserError as refusal:
-        assert layers == 1 and "--num_layers=1" in str(refusal)
+    """DDP stops at a parameter without one. A depth that leaves one without must be refused."""
+    if layers == 1:
+        with pytest.raises(UserError, match="--num_layers=1: expected at least 2"):
+            tiny("2024-12-10", num_layers=layers, value_layout=layout)
         return
+    hp = tiny("2024-12-10", num_layers=layers, value_layout=layout)
     model = GPT(hp)
     shake(model)
     tokens = torch.from_numpy(made_up_text(513).astype("int64"))
     model(tokens[:-1], tokens[1:], window_of(hp, 5)).backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-# ---- nothing leaks -----------------------------------------------------------------------------------------
+# ---- nothing leaks ----
 
 def leak_model(preset: str, **values) -> GPT:
-    """The preset's architecture, small, with weights that all matter; in evaluation, so without segments."""
-    model = GPT(hyperparameters(preset, **(TINY | values)))
+    """The preset's architecture, small, with weights that all matter; in evaluation mode."""
+    model = GPT(hyperparameters(preset, **(TINY_FIELDS | values)))
     shake(model)
     return model.eval()
 
@@ -221,15 +247,17 @@ def leak_model(preset: str, **values) -> GPT:
 def three_documents() -> torch.Tensor:
     """512 tokens: documents of 200, 20 and 292 tokens, none of them at the edge of a block."""
     tokens = torch.from_numpy(made_up_text(512, documents=0.0).astype("int64"))
-    tokens[[0, 200, 220]] = TINY["document_token"]
+    tokens[[0, 200, 220]] = TINY_FIELDS["document_token"]
     return tokens
 
 
 @torch.no_grad()
-def changed_rows(model: GPT, tokens: torch.Tensor, hardware: int, step: int) -> torch.Tensor:
-    """Where the logits change when the token at this hardware becomes another one."""
+def changed_rows(model: GPT, tokens: torch.Tensor, position: int, step: int) -> torch.Tensor:
+    """Where the logits change when the token at this position becomes another one."""
     other = tokens.clone()
-    other[hardware] = tokens[hardware] + 1 if tokens[hardware] + 1 != TINY["document_token"] else 0
+    other[position] += 1
+    if other[position] == TINY_FIELDS["document_token"]:
+        other[position] = 0
     window = window_of(model.hp, step)
     before, after = (model(x, None, window) for x in (tokens, other))
     return ((before - after).abs() > 1e-6).any(-1)
@@ -237,38 +265,41 @@ def changed_rows(model: GPT, tokens: torch.Tensor, hardware: int, step: int) -> 
 
 @pytest.mark.parametrize("preset", EVERY_PRESET)
 def test_no_token_is_seen_before_it_or_from_another_document(preset):
-    model, tokens = leak_model(preset), three_documents()
-    document = reference.count_documents(tokens, TINY["document_token"])
+    model = leak_model(preset)
+    tokens = three_documents()
+    document = reference.count_documents(tokens, TINY_FIELDS["document_token"])
+    positions = torch.arange(512)
     for step in (0, 6, 12):
-        for hardware in (1, 127, 128, 199, 201, 219, 300, 383, 384, 511):
-            changed = changed_rows(model, tokens, hardware, step)
-            here = torch.arange(512)
-            assert changed[hardware], "the token itself must notice"
-            assert not changed[here < hardware].any(), f"token {hardware} leaks into the past"
-            assert not changed[document != document[hardware]].any(), f"token {hardware} leaks into a document"
+        for position in (1, 127, 128, 199, 201, 219, 300, 383, 384, 511):
+            changed = changed_rows(model, tokens, position, step)
+            assert changed[position], "the token itself must notice"
+            assert not changed[positions < position].any(), f"token {position} leaks into the past"
+            elsewhere = document != document[position]
+            assert not changed[elsewhere].any(), f"token {position} leaks into another document"
 
 
 @pytest.mark.parametrize("preset", EVERY_PRESET)
 def test_what_may_be_seen_is_seen(preset):
-    """A token in the same document and window changes what comes after it: the test above tests."""
-    model, tokens = leak_model(preset), three_documents()
-    changed = changed_rows(model, tokens, 300, step=12)
+    """A token in the same document and window changes what follows: the test above can fail."""
+    changed = changed_rows(leak_model(preset), three_documents(), 300, step=12)
     assert changed[300:340].all()
 
 
 @pytest.mark.parametrize("preset", EVERY_PRESET)
 def test_a_new_document_token_changes_nothing_before_it(preset):
-    model, tokens = leak_model(preset), three_documents()
+    model = leak_model(preset)
+    tokens = three_documents()
     cut = tokens.clone()
-    cut[350] = TINY["document_token"]
+    cut[350] = TINY_FIELDS["document_token"]
     with torch.no_grad():
         before, after = (model(x, None, window_of(model.hp, 12)) for x in (tokens, cut))
     torch.testing.assert_close(before[:350], after[:350], rtol=0, atol=1e-6)
     assert (before[350:] - after[350:]).abs().max() > 1e-3
 
 
-def test_segments_part_the_training_batch_but_not_the_validation_text():
-    model, tokens = leak_model("laptop", segment_tokens=256), three_documents()
+def test_segments_separate_the_training_batch_but_not_the_validation_text():
+    model = leak_model("laptop", segment_tokens=256)
+    tokens = three_documents()
     assert changed_rows(model, tokens, 250, step=12)[256:].any()
     assert not changed_rows(model.train(), tokens, 250, step=12)[256:].any()
 
@@ -278,3 +309,149 @@ def test_without_attention_no_token_sees_another():
     assert len(model.value_embeds) == 0
     changed = changed_rows(model, three_documents(), 300, step=12)
     assert changed.nonzero().flatten().tolist() == [300]
+
+
+# ---- the head in FP8 ----
+
+TOKENS = 512
+WIDTH = 256
+VOCABULARY = 1024
+# Relative errors: e4m3 rounds to 1/16, e5m2 to 1/8, and errors are uniform.
+FORWARD = 0.045
+BACKWARD = 0.08
+
+
+def relative_error(found, wanted) -> float:
+    return ((found.float() - wanted).norm() / wanted.norm()).item()
+
+
+def head_and_gradients(product, x, weight, targets) -> tuple:
+    """(logits, dx, dweight) of the mean loss behind the softcap, as the model has it."""
+    x = x.clone().requires_grad_()
+    weight = weight.clone().requires_grad_()
+    logits = product(x, weight)
+    F.cross_entropy(15 * torch.tanh(logits.float() / 15), targets).backward()
+    return logits.detach(), x.grad, weight.grad
+
+
+def head_inputs(tokens: int = TOKENS) -> tuple:
+    generator = torch.Generator().manual_seed(0)
+    x = train_gpt.norm(torch.randn(tokens, WIDTH, generator=generator))
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator)
+    return x, weight, torch.randint(VOCABULARY, (tokens,), generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0.008, 0.1, 1.0])  # after the first step, and in the end
+def test_float8_values_and_gradients_are_near(size, dtype):
+    x, weight, targets = head_inputs()
+    wanted = head_and_gradients(F.linear, x, size * weight, targets)
+    found = head_and_gradients(Float8Product.apply, x.to(dtype), size * weight, targets)
+    assert found[0].dtype == found[1].dtype == dtype
+    assert found[2].dtype == torch.float32
+    errors = [relative_error(*pair) for pair in zip(found, wanted)]
+    assert errors[0] < FORWARD and max(errors[1:]) < BACKWARD
+
+
+@pytest.mark.parametrize("tokens", [128, 4096])
+def test_the_float8_gradient_is_scaled_by_the_number_of_tokens(tokens):
+    """Its entries are 1/tokens at most: neither zero nor cut off at any length of sequence."""
+    x, weight, targets = head_inputs(tokens)
+    wanted = head_and_gradients(F.linear, x, 0.1 * weight, targets)
+    found = head_and_gradients(Float8Product.apply, x, 0.1 * weight, targets)
+    assert max(relative_error(*pair) for pair in zip(found[1:], wanted[1:])) < BACKWARD
+
+
+def test_float8_outliers_saturate():
+    x, weight, _ = head_inputs()
+    x[0, 0] = 1e6
+    weight[0] = 100.0
+    x.requires_grad_()
+    weight.requires_grad_()
+    logits = Float8Product.apply(x, weight)
+    (1e9 * logits.sum()).backward()
+    assert all(tensor.isfinite().all() for tensor in (logits, x.grad, weight.grad))
+    plain = F.linear(x.clamp(max=WIDTH**0.5), weight.clamp(max=14.0))
+    assert relative_error(logits, plain) < FORWARD
+
+
+def test_what_is_not_finite_shows_through_float8():
+    x, weight, _ = head_inputs()
+    x[3, 5] = torch.nan
+    logits = Float8Product.apply(x, weight)
+    assert logits[3].isnan().all() and logits[:3].isfinite().all()
+
+
+def test_a_float8_head_trains_as_one_without(tiny, make_shards):
+    stream = make_shards(made_up_text(13 * 1024))
+    losses = {}
+    for fp8 in (False, True):
+        hp = tiny(train_files=stream, val_files=stream, fp8_head=fp8, num_layers=4,
+                  vocab_multiple=16)
+        losses[fp8] = train_steps(make_trainer(hp), 12)
+    assert losses[True] != losses[False]
+    assert losses[True][-1] < losses[True][0] - 1
+    assert losses[True] == pytest.approx(losses[False], rel=0.02)
+
+
+def test_only_training_is_in_float8(tiny):
+    """A model loads, validates and samples also where there is no FP8."""
+    hp = tiny(fp8_head=True, num_layers=2)
+    model = GPT(hp).eval()
+    torch.nn.init.normal_(model.head.weight)
+    plain = GPT(tiny(num_layers=2)).eval()
+    plain.load_state_dict(model.state_dict())
+    inputs = torch.arange(128)
+    window = window_of(hp, 0)
+    assert torch.equal(model(inputs, None, window), plain(inputs, None, window))
+    assert not torch.equal(model.train()(inputs, None, window), plain(inputs, None, window))
+
+
+def test_the_preset_is_h100_with_the_head_in_float8():
+    ours, h100 = (train_gpt.as_dict(hyperparameters(name)) for name in ("h100-fp8", "h100"))
+    assert {name for name in h100 if ours[name] != h100[name]} == {"preset", "fp8_head"}
+    assert ours["fp8_head"] is True
+
+
+def test_sizes_are_such_as_the_hardware_multiplies():
+    """Multiples of 16: the vocabulary is padded to it, a width is refused."""
+    for multiple, padded in ((1, 272), (24, 288), (128, 384)):
+        hp = hyperparameters("h100-fp8", vocab_size=257, document_token=256,
+                             vocab_multiple=multiple)
+        assert hp.padded_vocab == padded
+    with pytest.raises(UserError, match=r"--model_dim=104: expected a multiple of 16 \(.*and 16 for"
+                                        r" FP8\); the nearest is 96$"):
+        hyperparameters("h100-fp8", num_heads=2, model_dim=104)
+
+
+@pytest.fixture
+def prepare_float8(monkeypatch):
+    """prepare_float8(kind, capability, hip): prepare such a device for a run with an FP8 head."""
+    def prepare(kind: str, capability: tuple | None, hip: str | None) -> None:
+        for name, value in dict(get_device_capability=lambda device: capability,
+                                set_device=lambda device: None).items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "empty", lambda *size, **options: weight)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)
+        device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+        train_gpt.prepare_device(hyperparameters("h100-fp8"), Hardware(device=device))
+
+    weight = torch.zeros(1, requires_grad=True)
+    settings = ("coordinate_descent_tuning", "combo_kernels", "combo_kernels_pointwise_only")
+    with torch._inductor.config.patch(dict.fromkeys(settings, False)):  # restored afterwards
+        yield prepare
+
+
+@pytest.mark.parametrize("kind, capability, hip", [
+    ("cuda", (8, 0), None), ("cuda", (8, 6), None), ("mps", None, None),
+    ("cuda", (9, 0), "7.2"), ("cuda", (9, 4), "7.2")])
+def test_devices_without_float8_are_refused(prepare_float8, kind, capability, hip):
+    """Of AMD's, 9.0 has none and 9.4 has one with another bias."""
+    with pytest.raises(UserError, match="--fp8_head=true: this device has no FP8"):
+        prepare_float8(kind, capability, hip)
+
+
+@pytest.mark.parametrize("capability, hip", [((8, 9), None), ((9, 0), None), ((9, 5), "7.2")])
+def test_devices_with_float8_are_used(prepare_float8, capability, hip):
+    prepare_float8("cuda", capability, hip)

@@ -3,7 +3,6 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-import random
 import re
 import shutil
 import signal

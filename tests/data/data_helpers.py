@@ -1,4 +1,5 @@
-"""What the tests of data/ share: shards and texts, scripts as real processes, scripts that are killed."""
+"""What the tests of data/ share: shards, texts, scripts as real or killed processes."""
+
 import json
 import os
 import subprocess
@@ -7,21 +8,22 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pytest
-from runs import write_shard
+from helpers import write_shard
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data"
 sys.path.insert(0, str(DATA))
 
-import shards  # noqa: E402
 import vocabulary  # noqa: E402
 
 TIKTOKEN_CACHE = vocabulary.cache_folder()  # read before any test changes the environment
-HUB_CACHE = Path(tempfile.gettempdir()) / "no_hub_cache"  # huggingface_hub must not create it in a test
+HUB_CACHE = (
+    Path(tempfile.gettempdir()) / "no_hub_cache"
+)  # huggingface_hub must not create it in a test
 
 
-# Shards and texts -------------------------------------------------------------------------------------------
+# Shards and texts ---------------------------------------------------------------------------------
+
 
 def shard_bytes(tokens) -> bytes:
     """A shard, written independently of data/shards.py."""
@@ -48,25 +50,27 @@ def visible_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
-@pytest.fixture(scope="session")
-def gpt2():
-    """GPT-2's vocabulary, from tiktoken's cache or PyPI: it is not part of this repo."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", str(TIKTOKEN_CACHE))
-        try:
-            yield vocabulary.gpt2()
-        except shards.UserError as error:
-            pytest.skip(str(error))
+# Scripts as real processes ------------------------------------------------------------------------
 
-
-# Scripts as real processes ----------------------------------------------------------------------------------
 
 def environment(**more: str) -> dict:
     """For a script in a test: no network but loopback, no vocabulary unless a test gives one."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PIP_"))}
-    return kept | {"TIKTOKEN_CACHE_DIR": "", "PIP_NO_INDEX": "1", "NO_PROXY": "127.0.0.1,localhost",
-                   "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1",
-                   "HF_HOME": str(HUB_CACHE), "HF_ENDPOINT": "http://127.0.0.1:9"} | more
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PIP_"))
+    }
+    return (
+        kept
+        | {
+            "TIKTOKEN_CACHE_DIR": "",
+            "PIP_NO_INDEX": "1",
+            "NO_PROXY": "127.0.0.1,localhost",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(HUB_CACHE),
+            "HF_ENDPOINT": "http://127.0.0.1:9",
+        }
+        | more
+    )
 
 
 def with_gpt2(**more: str) -> dict:
@@ -75,17 +79,24 @@ def with_gpt2(**more: str) -> dict:
 
 def start(script: str, *arguments, env: dict | None = None, **more) -> subprocess.Popen:
     command = [sys.executable, str(DATA / script), *map(str, arguments)]
-    return subprocess.Popen(command, env=env or environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, **more)
+    return subprocess.Popen(
+        command,
+        env=env or environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **more,
+    )
 
 
 def run(script: str, *arguments, env: dict | None = None, **more) -> subprocess.CompletedProcess:
     command = [sys.executable, str(DATA / script), *map(str, arguments)]
-    return subprocess.run(command, env=env or environment(), capture_output=True, text=True, timeout=600,
-                          **more)
+    return subprocess.run(
+        command, env=env or environment(), capture_output=True, text=True, timeout=600, **more
+    )
 
 
-# Runs a script that kills itself with SIGKILL just before the Nth time that it renames, removes or syncs a file.
+# Runs a script that kills itself just before the Nth time that it renames, removes or syncs a file.
 CRASHING = """
 import os, runpy, signal, sys
 sys.path.insert(0, os.path.dirname(sys.argv[2]))
@@ -111,6 +122,8 @@ def crash(steps: int, script: str, *arguments, env: dict | None = None, prepare:
     """Run a script and kill it at a step; returns whether it got that far."""
     program = CRASHING.replace("{prepare}", prepare)
     command = [sys.executable, "-c", program, str(steps), str(DATA / script), *map(str, arguments)]
-    done = subprocess.run(command, env=env or environment(), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env=env or environment(), capture_output=True, text=True, timeout=600
+    )
     assert done.returncode in (0, -9), done.stderr
     return done.returncode == -9

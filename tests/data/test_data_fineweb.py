@@ -1,11 +1,21 @@
 """data/fineweb.py against a hub on loopback: the real client, real processes, every failure."""
+
 import signal
 import time
 
 import numpy as np
 import pytest
-from data_helpers import (HUB_CACHE, crash, environment, manifest_of, random_shard, run, shard_bytes, start,
-                          tokens_of)
+from data_helpers import (
+    HUB_CACHE,
+    crash,
+    environment,
+    manifest_of,
+    random_shard,
+    run,
+    shard_bytes,
+    start,
+    tokens_of,
+)
 from hub_server import REVISION, LocalHub
 
 import fineweb
@@ -18,7 +28,9 @@ FIRST, SECOND, THIRD = (f"fineweb_train_{number:06d}.bin" for number in (1, 2, 3
 
 
 def public(tokens: int = 5000) -> dict[str, bytes]:
-    return {name: random_shard(seed, tokens) for seed, name in enumerate((VAL, FIRST, SECOND, THIRD))}
+    return {
+        name: random_shard(seed, tokens) for seed, name in enumerate((VAL, FIRST, SECOND, THIRD))
+    }
 
 
 def assert_complete(folder, files: dict[str, bytes], names) -> None:
@@ -40,7 +52,9 @@ def test_fetches_the_first_shards_and_says_what_they_are(tmp_path):
         assert (manifest["vocab_size"], manifest["document_token"]) == (50257, 50256)
         for entry in manifest["shards"]:
             tokens = tokens_of(tmp_path / entry["file"])
-            assert entry["tokens"] == 5000 and entry["documents"] == np.count_nonzero(tokens == 50256)
+            assert entry["tokens"] == 5000 and entry["documents"] == np.count_nonzero(
+                tokens == 50256
+            )
             assert entry["sha256"] == hub.sha256(entry["file"])
             assert entry["split"] == ("val" if entry["file"] == VAL else "train")
             assert entry["text_bytes"] is None  # no vocabulary in this test
@@ -54,8 +68,9 @@ def test_fetches_the_first_shards_and_says_what_they_are(tmp_path):
     assert not HUB_CACHE.exists()
 
 
-@pytest.mark.parametrize("faults", [[503], [429], ["reset"], ["short"], ["wrong"], ["short", "whole"],
-                                    [503, "reset"]])
+@pytest.mark.parametrize(
+    "faults", [[503], [429], ["reset"], ["short"], ["wrong"], ["short", "whole"], [503, "reset"]]
+)
 def test_a_failure_that_passes_does_not_end_the_run(tmp_path, faults):
     files = public(1_500_000)
     wanted = {name: files[name] for name in (VAL, FIRST)}
@@ -66,8 +81,10 @@ def test_a_failure_that_passes_does_not_end_the_run(tmp_path, faults):
         assert not hub.faults[FIRST]
 
 
-@pytest.mark.parametrize("name, fault, said", [
-    (FIRST, ["wrong"] * 9, "sha256"), (VAL, [503] * 99, "503"), (FIRST, [404] * 9, "404")])
+@pytest.mark.parametrize(
+    "name, fault, said",
+    [(FIRST, ["wrong"] * 9, "sha256"), (VAL, [503] * 99, "503"), (FIRST, [404] * 9, "404")],
+)
 def test_a_failure_that_stays_is_one_sentence(tmp_path, name, fault, said):
     with LocalHub(REPO, public(), {name: fault}) as hub:
         done = run("fineweb.py", 1, f"--out={tmp_path}", env=hub.env())
@@ -84,8 +101,12 @@ def test_a_hub_that_cannot_be_asked_is_one_sentence(tmp_path):
     gone = run("fineweb.py", 1, f"--out={tmp_path}", env=hub.env())
     offline = run("fineweb.py", 1, f"--out={tmp_path}", env=hub.env(HF_HUB_OFFLINE="1"))
     no_address = run("fineweb.py", 1, f"--out={tmp_path}", env=environment(HF_ENDPOINT="http://[:"))
-    for done, said in ((broken, "503"), (gone, hub.endpoint), (offline, "HF_HUB_OFFLINE"),
-                       (no_address, "HF_ENDPOINT")):
+    for done, said in (
+        (broken, "503"),
+        (gone, hub.endpoint),
+        (offline, "HF_HUB_OFFLINE"),
+        (no_address, "HF_ENDPOINT"),
+    ):
         assert done.returncode == 2 and said in done.stderr, done.stderr
         assert len(done.stderr.splitlines()) == 1 and "Error" not in done.stderr
 
@@ -99,9 +120,15 @@ def test_a_file_that_is_no_shard_is_refused(tmp_path):
 
 def test_user_mistakes(tmp_path):
     with LocalHub(REPO, public()) as hub:
-        for arguments, said in (((104,), "103"), ((0,), "103"), ((4,), "fineweb_train_000004.bin"),
-                                ((1, "--repo=a/b"), "a/b"), ((1, "--repo=ab"), "owner/name"),
-                                (("many",), "many"), ((1, "--color=red"), "--color=red")):
+        for arguments, said in (
+            ((104,), "103"),
+            ((0,), "103"),
+            ((4,), "fineweb_train_000004.bin"),
+            ((1, "--repo=a/b"), "a/b"),
+            ((1, "--repo=ab"), "owner/name"),
+            (("many",), "many"),
+            ((1, "--color=red"), "--color=red"),
+        ):
             done = run("fineweb.py", *arguments, f"--out={tmp_path}", env=hub.env())
             assert done.returncode == 2 and said in done.stderr, done.stderr
             assert "Traceback" not in done.stderr
@@ -120,8 +147,8 @@ def test_disk_space_is_checked_before_anything_is_fetched(tmp_path, monkeypatch)
 def test_files_of_another_origin_are_checked_and_kept_or_replaced(tmp_path):
     files = public()
     (tmp_path / FIRST).write_bytes(files[FIRST])
-    (tmp_path / SECOND).write_bytes(shard_bytes(np.arange(5000)))   # the right size, other tokens
-    (tmp_path / THIRD).write_bytes(files[THIRD])                    # beyond what is asked for
+    (tmp_path / SECOND).write_bytes(shard_bytes(np.arange(5000)))  # the right size, other tokens
+    (tmp_path / THIRD).write_bytes(files[THIRD])  # beyond what is asked for
     with LocalHub(REPO, files) as hub:
         assert run("fineweb.py", 2, f"--out={tmp_path}", env=hub.env()).returncode == 0
         assert_complete(tmp_path, files, files)
@@ -135,7 +162,11 @@ def test_an_interrupted_run_leaves_the_first_so_many_shards_and_the_next_resumes
     with LocalHub(REPO, files, {FIRST: ["slow"]}) as hub:
         process = start("fineweb.py", 3, f"--out={tmp_path}", env=hub.env())
         began = time.monotonic()
-        while not ((tmp_path / VAL).exists() and (downloads / SECOND).exists() and (downloads / THIRD).exists()):
+        while not (
+            (tmp_path / VAL).exists()
+            and (downloads / SECOND).exists()
+            and (downloads / THIRD).exists()
+        ):
             assert time.monotonic() - began < 600 and process.poll() is None, process.communicate()
             time.sleep(0.02)
         process.send_signal(how)

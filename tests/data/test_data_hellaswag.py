@@ -1,4 +1,5 @@
-"""data/hellaswag.py: rows, labels and context lengths as documented, from a local copy and from a hub."""
+"""data/hellaswag.py: rows, labels and context lengths, from a local copy and from a hub; scores."""
+
 import json
 import re
 
@@ -6,15 +7,21 @@ import numpy as np
 import pytest
 from data_helpers import crash, run, tokens_of
 from hub_server import REVISION, LocalHub
-from runs import write_shard
+from helpers import write_shard
 
 import hellaswag
 import shards
 
 REPO = "Rowan/hellaswag"
-TASKS = [{"ctx": f"A man number {number} is on a roof. he", "label": number % 4, "activity_label": "x",
-          "endings": [f"takes {ending} tiles, naïvely." for ending in range(number, number + 4)]}
-         for number in range(7)]
+TASKS = [
+    {
+        "ctx": f"A man number {number} is on a roof. he",
+        "label": number % 4,
+        "activity_label": "x",
+        "endings": [f"takes {ending} tiles, naïvely." for ending in range(number, number + 4)],
+    }
+    for number in range(7)
+]
 
 
 def jsonl(tasks) -> bytes:
@@ -25,12 +32,14 @@ def parquet(tasks, path) -> bytes:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     columns = {key: [task[key] for task in tasks] for key in ("ctx", "endings", "activity_label")}
-    parquet.write_table(pyarrow.table(columns | {"label": [str(task["label"]) for task in tasks]}), path)
+    parquet.write_table(
+        pyarrow.table(columns | {"label": [str(task["label"]) for task in tasks]}), path
+    )
     return path.read_bytes()
 
 
 def read_back(folder) -> list[dict]:
-    """The tasks, from the shard and the manifest, as the docstring of the script says to read them."""
+    """The tasks, from the shard and the manifest, as the script's docstring says to read them."""
     manifest = shards.read_manifest(folder)
     assert manifest["complete"]
     tokens = tokens_of(folder / "hellaswag_val_000000.bin")
@@ -38,11 +47,13 @@ def read_back(folder) -> list[dict]:
     assert len(rows) == 4 * len(manifest["tasks"])
     tasks = []
     for number, (context_tokens, label) in enumerate(manifest["tasks"]):
-        four = rows[4 * number:4 * number + 4]
+        four = rows[4 * number : 4 * number + 4]
         contexts = {bytes(row[1:context_tokens].astype(np.uint8)).decode() for row in four}
         endings = [bytes(row[context_tokens:].astype(np.uint8)).decode() for row in four]
         assert len(contexts) == 1 and all(ending.startswith(" ") for ending in endings)
-        tasks.append({"ctx": contexts.pop(), "label": label, "endings": [ending[1:] for ending in endings]})
+        tasks.append(
+            {"ctx": contexts.pop(), "label": label, "endings": [ending[1:] for ending in endings]}
+        )
     return tasks
 
 
@@ -51,8 +62,12 @@ EXPECTED = [{key: task[key] for key in ("ctx", "label", "endings")} for task in 
 
 def test_a_local_copy_reads_back(tmp_path):
     (tmp_path / "val.jsonl").write_bytes(jsonl(TASKS))
-    done = run("hellaswag.py", f"--from={tmp_path / 'val.jsonl'}", f"--out={tmp_path / 'out'}",
-               "--tokenizer=bytes")
+    done = run(
+        "hellaswag.py",
+        f"--from={tmp_path / 'val.jsonl'}",
+        f"--out={tmp_path / 'out'}",
+        "--tokenizer=bytes",
+    )
     assert done.returncode == 0, done.stderr
     assert read_back(tmp_path / "out") == EXPECTED
     assert run("verify.py", tmp_path / "out").returncode == 0
@@ -69,25 +84,41 @@ def test_the_hub_with_failures(tmp_path, kind):
         assert done.returncode == 0, done.stderr
         assert read_back(out) == EXPECTED and REVISION in shards.read_manifest(out)["source"]
         asked = len(hub.requests)
-        assert "already complete" in run("hellaswag.py", f"--out={out}", "--tokenizer=bytes",
-                                         env=hub.env()).stdout
+        assert (
+            "already complete"
+            in run("hellaswag.py", f"--out={out}", "--tokenizer=bytes", env=hub.env()).stdout
+        )
         assert len(hub.requests) == asked
 
 
-@pytest.mark.parametrize("change, said", [({"label": ""}, "record 3"), ({"label": 4}, "label 4"),
-                                          ({"endings": ["a"]}, "record 3"),
-                                          ({"ctx": None}, "record 3")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"label": ""}, "record 3"),
+        ({"label": 4}, "label 4"),
+        ({"endings": ["a"]}, "record 3"),
+        ({"ctx": None}, "record 3"),
+    ],
+)
 def test_what_is_no_task_is_refused(tmp_path, change, said):
     (tmp_path / "val.jsonl").write_bytes(jsonl([*TASKS[:2], TASKS[2] | change]))
-    done = run("hellaswag.py", f"--from={tmp_path / 'val.jsonl'}", f"--out={tmp_path / 'out'}",
-               "--tokenizer=bytes")
+    done = run(
+        "hellaswag.py",
+        f"--from={tmp_path / 'val.jsonl'}",
+        f"--out={tmp_path / 'out'}",
+        "--tokenizer=bytes",
+    )
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
     assert not list((tmp_path / "out").glob("*.bin*"))
 
 
 def test_killed_at_every_step(tmp_path):
     (tmp_path / "val.jsonl").write_bytes(jsonl(TASKS))
-    arguments = (f"--from={tmp_path / 'val.jsonl'}", f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
+    arguments = (
+        f"--from={tmp_path / 'val.jsonl'}",
+        f"--out={tmp_path / 'out'}",
+        "--tokenizer=bytes",
+    )
     step = 0
     while crash(step, "hellaswag.py", *arguments):
         manifest = shards.read_manifest(tmp_path / "out")
@@ -102,7 +133,7 @@ def test_killed_at_every_step(tmp_path):
     assert read_back(tmp_path / "out") == EXPECTED
 
 
-# Scoring a model ------------------------------------------------------------------------------------------------
+# Scoring a model ----------------------------------------------------------------------------------
 
 DOCUMENT, VOCABULARY = 63, 64
 
@@ -119,15 +150,29 @@ def write_tasks(folder, tasks: int = 30, seed: int = 0, **changes) -> list[tuple
         rows += [context + ending for ending in endings]
     tokens = np.concatenate(rows)
     path = write_shard(folder / hellaswag.SHARD, tokens)
-    entry = dict(file=path.name, split="val", tokens=len(tokens), documents=4 * tasks, text_bytes=None, sha256="")
-    about = dict(format=1, complete=True, source="a test", tokenizer="bytes", vocab_size=VOCABULARY,
-                 document_token=DOCUMENT, tasks=[[len(context), label] for context, _, label in made])
+    entry = dict(
+        file=path.name,
+        split="val",
+        tokens=len(tokens),
+        documents=4 * tasks,
+        text_bytes=None,
+        sha256="",
+    )
+    about = dict(
+        format=1,
+        complete=True,
+        source="a test",
+        tokenizer="bytes",
+        vocab_size=VOCABULARY,
+        document_token=DOCUMENT,
+        tasks=[[len(context), label] for context, _, label in made],
+    )
     (folder / "manifest.json").write_text(json.dumps(about | dict(shards=[entry]) | changes))
     return made
 
 
 def model_losses(tokens: np.ndarray) -> np.ndarray:
-    """A model whose loss at a token depends on all tokens of its document up to there, and on nothing else."""
+    """A model whose loss at a token depends on all tokens of its document up to there, only."""
     losses = np.empty(len(tokens))
     state = 0
     for place, token in enumerate(tokens.tolist()):
@@ -138,8 +183,11 @@ def model_losses(tokens: np.ndarray) -> np.ndarray:
 
 def expected_score(made: list[tuple]) -> tuple[list[float], float]:
     """Losses and accuracy, one row at a time."""
-    losses = [model_losses(np.array(context + ending))[len(context) - 1:].mean()
-              for context, endings, _ in made for ending in endings]
+    losses = [
+        model_losses(np.array(context + ending))[len(context) - 1 :].mean()
+        for context, endings, _ in made
+        for ending in endings
+    ]
     answers = np.reshape(losses, (-1, 4)).argmin(axis=1)
     return losses, np.mean(answers == [label for _, _, label in made])
 
@@ -157,7 +205,9 @@ def test_packing_gives_the_losses_of_one_row_at_a_time(tmp_path, sequence_tokens
 
     tasks = hellaswag.read_tasks(str(tmp_path), VOCABULARY, DOCUMENT)
     score = hellaswag.score(tasks, token_losses, sequence_tokens, DOCUMENT)
-    assert score["losses"] == pytest.approx(losses) and score["hellaswag"] == pytest.approx(accuracy)
+    assert score["losses"] == pytest.approx(losses) and score["hellaswag"] == pytest.approx(
+        accuracy
+    )
     assert 0 < accuracy < 1 and score["tasks"] == 30
     assert score["line"] == f"HellaSwag accuracy {accuracy:.4f} of 30 tasks"
     assert all(length % 128 == 0 and length <= min(4096, sequence_tokens) for length in lengths)
@@ -175,28 +225,59 @@ def test_the_ranks_share_the_work_and_agree(tmp_path, world_size):
         assert losses.dtype == np.float64
         parts.append(losses)
         return losses
+
     for rank in range(world_size):
         hellaswag.score(tasks, model_losses, 512, DOCUMENT, rank, world_size, collect)
     assert (np.count_nonzero(parts, axis=0) <= 1).all()  # no row is scored twice
     total = np.sum(parts, axis=0)
-    together = hellaswag.score(tasks, model_losses, 512, DOCUMENT, 0, world_size, lambda losses: total)
+    together = hellaswag.score(
+        tasks, model_losses, 512, DOCUMENT, 0, world_size, lambda losses: total
+    )
     assert together == alone
 
 
 DAMAGES = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "has no manifest.json"),
     "no shard": (lambda folder: (folder / hellaswag.SHARD).unlink(), "is missing"),
-    "cut shard": (lambda folder: (folder / hellaswag.SHARD).write_bytes(
-        (folder / hellaswag.SHARD).read_bytes()[:-2]), "claims"),
-    "other vocabulary": (lambda folder: write_tasks(folder, vocab_size=50257), "give --vocab_size=50257"),
-    "a task too many": (lambda folder: change(folder, r'"tasks": \[', '"tasks": [[9, 1], '), "every 4 of its 120"),
-    "a long context": (lambda folder: change(folder, r'"tasks": \[\[\d+', '"tasks": [[999'), "has 999 tokens"),
-    "a context of 4.0": (lambda folder: change(folder, r'"tasks": \[\[(\d+)', r'"tasks": [[\1.0'), "pair of numbers"),
-    "label 4": (lambda folder: change(folder, r'("tasks": \[\[\d+, )\d', r"\g<1>4"), "label of task 0 is 4"),
-    "no list": (lambda folder: change(folder, r'"tasks": \[\[.*?\]\]', '"tasks": 3'), "does not list a task"),
-    "a token too high": (lambda folder: write_shard(
-        folder / hellaswag.SHARD, np.where(tokens_of(folder / hellaswag.SHARD) == 5, 64,
-                                           tokens_of(folder / hellaswag.SHARD))), "token 64 is outside"),
+    "cut shard": (
+        lambda folder: (folder / hellaswag.SHARD).write_bytes(
+            (folder / hellaswag.SHARD).read_bytes()[:-2]
+        ),
+        "claims",
+    ),
+    "other vocabulary": (
+        lambda folder: write_tasks(folder, vocab_size=50257),
+        "give --vocab_size=50257",
+    ),
+    "a task too many": (
+        lambda folder: change(folder, r'"tasks": \[', '"tasks": [[9, 1], '),
+        "every 4 of its 120",
+    ),
+    "a long context": (
+        lambda folder: change(folder, r'"tasks": \[\[\d+', '"tasks": [[999'),
+        "has 999 tokens",
+    ),
+    "a context of 4.0": (
+        lambda folder: change(folder, r'"tasks": \[\[(\d+)', r'"tasks": [[\1.0'),
+        "pair of numbers",
+    ),
+    "label 4": (
+        lambda folder: change(folder, r'("tasks": \[\[\d+, )\d', r"\g<1>4"),
+        "label of task 0 is 4",
+    ),
+    "no list": (
+        lambda folder: change(folder, r'"tasks": \[\[.*?\]\]', '"tasks": 3'),
+        "does not list a task",
+    ),
+    "a token too high": (
+        lambda folder: write_shard(
+            folder / hellaswag.SHARD,
+            np.where(
+                tokens_of(folder / hellaswag.SHARD) == 5, 64, tokens_of(folder / hellaswag.SHARD)
+            ),
+        ),
+        "token 64 is outside",
+    ),
 }
 
 
@@ -218,5 +299,7 @@ def test_a_row_longer_than_a_sequence_is_refused(tmp_path):
     write_tasks(tmp_path, seed=1)
     tasks = hellaswag.read_tasks(tmp_path, VOCABULARY, DOCUMENT)
     tasks.rows[7] = np.arange(200)
-    with pytest.raises(shards.UserError, match="row 7 has 200 tokens, more than the 128 of a sequence"):
+    with pytest.raises(
+        shards.UserError, match="row 7 has 200 tokens, more than the 128 of a sequence"
+    ):
         hellaswag.score(tasks, model_losses, 128, DOCUMENT)

@@ -1,13 +1,14 @@
-"""check_manifest of data/shards.py and gpt2_codec of data/vocabulary.py: what the trainer asks of data/."""
+"""What the trainer asks of data/: check_manifest of shards.py, gpt2_codec of vocabulary.py."""
+
 import json
 import subprocess
 import sys
 
 import pytest
-from data_helpers import DATA, ROOT, environment, gpt2
+from data_helpers import DATA, ROOT, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_checkpoints import mutate, mutations
+from fuzz import mutate, mutations
 
 import shards
 import vocabulary
@@ -17,10 +18,26 @@ SHA256 = "ab" * 32
 
 
 def write_manifest(folder, **changes) -> None:
-    entries = [dict(file=file, split="train", tokens=tokens, documents=1, text_bytes=3 * tokens, sha256=SHA256)
-               for file, tokens in TOKENS.items()]
-    manifest = dict(format=1, complete=True, source="a test", tokenizer="bytes", vocab_size=64,
-                    document_token=63, shards=entries)
+    entries = [
+        dict(
+            file=file,
+            split="train",
+            tokens=tokens,
+            documents=1,
+            text_bytes=3 * tokens,
+            sha256=SHA256,
+        )
+        for file, tokens in TOKENS.items()
+    ]
+    manifest = dict(
+        format=1,
+        complete=True,
+        source="a test",
+        tokenizer="bytes",
+        vocab_size=64,
+        document_token=63,
+        shards=entries,
+    )
     (folder / "manifest.json").write_text(json.dumps(manifest | changes))
 
 
@@ -30,18 +47,31 @@ def check(folder, tokens=TOKENS) -> dict:
 
 def test_a_manifest_that_fits_is_summed_up(tmp_path):
     write_manifest(tmp_path)
-    assert check(tmp_path) == {"text_bytes": 15_000, "tokens": 5000, "sha256": dict.fromkeys(TOKENS, SHA256)}
+    assert check(tmp_path) == {
+        "text_bytes": 15_000,
+        "tokens": 5000,
+        "sha256": dict.fromkeys(TOKENS, SHA256),
+    }
     one = {"a_train_000001.bin": 2000}
-    assert check(tmp_path, one) == {"text_bytes": 6000, "tokens": 2000, "sha256": dict.fromkeys(one, SHA256)}
+    assert check(tmp_path, one) == {
+        "text_bytes": 6000,
+        "tokens": 2000,
+        "sha256": dict.fromkeys(one, SHA256),
+    }
 
 
 def entry(**changes) -> dict:
-    whole = dict(file="a_train_000000.bin", split="train", tokens=3000, documents=1, text_bytes=9000)
+    whole = dict(
+        file="a_train_000000.bin", split="train", tokens=3000, documents=1, text_bytes=9000
+    )
     return {key: value for key, value in (whole | changes).items() if value != "gone"}
 
 
 def test_what_a_manifest_does_not_know_stays_unknown(tmp_path):
-    write_manifest(tmp_path, shards=[entry(text_bytes=None), entry(file="a_train_000001.bin", tokens=2000, sha256="")])
+    write_manifest(
+        tmp_path,
+        shards=[entry(text_bytes=None), entry(file="a_train_000001.bin", tokens=2000, sha256="")],
+    )
     assert check(tmp_path) == {"text_bytes": None, "tokens": 5000, "sha256": dict.fromkeys(TOKENS)}
 
 
@@ -54,27 +84,40 @@ def test_the_manifests_of_the_scripts_pass(tmp_path):
     assert found == {"text_bytes": 2, "tokens": 3, "sha256": {"x_train_000000.bin": sha256}}
 
 
-@pytest.mark.parametrize("changes, sentence", [
-    (dict(vocab_size=50257), r"^--vocab_size=64: \S+/manifest.json says 50257; give --vocab_size=50257$"),
-    (dict(document_token=0), r"^--document_token=63: \S+/manifest.json says 0; give --document_token=0$"),
-    (dict(complete=False), "not complete, .* run it again"),
-    (dict(complete="no"), "not complete"),
-    (dict(format=2), "format 2, expected 1"),
-    (dict(format=["\n" * 9999]), "format .*, expected 1"),
-    (dict(vocab_size="64"), "damaged, its vocab_size is not a number"),
-    (dict(document_token=True), "damaged, its document_token is not a number"),
-    (dict(shards=[]), "a_train_000000.bin: not in manifest.json"),
-    (dict(shards=3), "damaged, its shards are not a list"),
-    (dict(shards=[3]), "damaged, entry 0"),
-    (dict(shards=[entry(file="gone")]), "damaged, entry 0 .* no file"),
-    (dict(shards=[entry(split="gone")]), "damaged, entry 0 .* no split"),
-    (dict(shards=[entry(), entry(tokens="gone")]), "damaged, the tokens of entry 1"),
-    (dict(shards=[entry(text_bytes="gone")]), "damaged, the text_bytes of entry 0"),
-    (dict(shards=[entry(text_bytes=10**400)]), "damaged, the text_bytes of entry 0"),
-    (dict(shards=[entry(text_bytes=-5)]), "damaged, the text_bytes of entry 0"),
-    (dict(shards=[entry(tokens=3000.0)]), "damaged, the tokens of entry 0"),
-    (dict(shards=[entry(sha256=[1])]), "damaged, the sha256 of entry 0"),
-    (dict(shards=[entry(tokens=2999)]), r"a_train_000000.bin: it holds 3,000 tokens and manifest.json says 2,999")])
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (
+            dict(vocab_size=50257),
+            r"^--vocab_size=64: \S+/manifest.json says 50257; give --vocab_size=50257$",
+        ),
+        (
+            dict(document_token=0),
+            r"^--document_token=63: \S+/manifest.json says 0; give --document_token=0$",
+        ),
+        (dict(complete=False), "not complete, .* run it again"),
+        (dict(complete="no"), "not complete"),
+        (dict(format=2), "format 2, expected 1"),
+        (dict(format=["\n" * 9999]), "format .*, expected 1"),
+        (dict(vocab_size="64"), "damaged, its vocab_size is not a number"),
+        (dict(document_token=True), "damaged, its document_token is not a number"),
+        (dict(shards=[]), "a_train_000000.bin: not in manifest.json"),
+        (dict(shards=3), "damaged, its shards are not a list"),
+        (dict(shards=[3]), "damaged, entry 0"),
+        (dict(shards=[entry(file="gone")]), "damaged, entry 0 .* no file"),
+        (dict(shards=[entry(split="gone")]), "damaged, entry 0 .* no split"),
+        (dict(shards=[entry(), entry(tokens="gone")]), "damaged, the tokens of entry 1"),
+        (dict(shards=[entry(text_bytes="gone")]), "damaged, the text_bytes of entry 0"),
+        (dict(shards=[entry(text_bytes=10**400)]), "damaged, the text_bytes of entry 0"),
+        (dict(shards=[entry(text_bytes=-5)]), "damaged, the text_bytes of entry 0"),
+        (dict(shards=[entry(tokens=3000.0)]), "damaged, the tokens of entry 0"),
+        (dict(shards=[entry(sha256=[1])]), "damaged, the sha256 of entry 0"),
+        (
+            dict(shards=[entry(tokens=2999)]),
+            r"a_train_000000.bin: it holds 3,000 tokens and manifest.json says 2,999",
+        ),
+    ],
+)
 def test_a_manifest_that_does_not_fit_is_refused(tmp_path, changes, sentence):
     write_manifest(tmp_path, **changes)
     with pytest.raises(shards.UserError, match=sentence) as refused:
@@ -82,10 +125,14 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path, changes, sentence):
     assert "\n" not in str(refused.value) and "Error" not in str(refused.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b"1" * 5000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b"1" * 5000]
+)
 def test_what_is_no_manifest_is_refused(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(shards.UserError, match="manifest.json: (damaged, it is not JSON|format None, expected 1)"):
+    with pytest.raises(
+        shards.UserError, match="manifest.json: (damaged, it is not JSON|format None, expected 1)"
+    ):
         check(tmp_path)
 
 
@@ -93,14 +140,23 @@ def test_shards_of_several_folders(tmp_path):
     paths = {}
     for name in ("first", "second", "without"):
         (tmp_path / name).mkdir()
-        paths[name] = f"{tmp_path}/{name}//a_train_000000.bin"  # as given, not as Path would write it
+        paths[name] = (
+            f"{tmp_path}/{name}//a_train_000000.bin"  # as given, not as Path would write it
+        )
     write_manifest(tmp_path / "first")
     write_manifest(tmp_path / "second", shards=[entry(text_bytes=3000)])
     held = {paths["first"]: 3000, paths["second"]: 3000}
-    assert shards.check_manifests(held, 64, 63) == ({paths["first"]: SHA256, paths["second"]: None}, 2.0)
+    assert shards.check_manifests(held, 64, 63) == (
+        {paths["first"]: SHA256, paths["second"]: None},
+        2.0,
+    )
     held[paths["without"]] = 500
     hashes, ratio = shards.check_manifests(held, 64, 63)
-    assert ratio is None and hashes == {paths["first"]: SHA256, paths["second"]: None, paths["without"]: None}
+    assert ratio is None and hashes == {
+        paths["first"]: SHA256,
+        paths["second"]: None,
+        paths["without"]: None,
+    }
     with pytest.raises(shards.UserError, match="give --vocab_size=64"):
         shards.check_manifests(held, 65, 63)
 
@@ -149,7 +205,9 @@ def test_mutated_manifests(tmp_path_factory, changes):
     fuzz_manifest(tmp_path_factory.getbasetemp(), changes)
 
 
-ODD = st.sampled_from([None, True, -1, 0, 2**63, 10**30, 1.5, float("nan"), "", "text", [], {}, [[]], {"a": 1}])
+ODD = st.sampled_from(
+    [None, True, -1, 0, 2**63, 10**30, 1.5, float("nan"), "", "text", [], {}, [[]], {"a": 1}]
+)
 
 
 @given(st.data())
@@ -166,13 +224,17 @@ def test_manifests_with_odd_values(tmp_path_factory, data):
 
 def test_the_module_is_light():
     """The trainer imports it at every start."""
-    program = ("import sys; sys.path.insert(0, sys.argv[1]); import shards, hellaswag, vocabulary\n"
-               "print([name for name in ('torch', 'tqdm', 'huggingface_hub', 'tiktoken') if name in sys.modules])")
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import shards, hellaswag, vocabulary\n"
+        "heavy = ('torch', 'tqdm', 'huggingface_hub', 'tiktoken')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program, DATA], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 
 
-# GPT-2's text ---------------------------------------------------------------------------------------------------
+# GPT-2's text -------------------------------------------------------------------------------------
+
 
 def test_gpt2_text_there_and_back(gpt2):
     encode, decode = vocabulary.gpt2_codec()
@@ -195,10 +257,19 @@ except shards.UserError as error:
 """
 
 
-@pytest.mark.parametrize("case, missing", [("without tiktoken", "tiktoken"), ("empty cache", "GPT-2's vocabulary")])
+@pytest.mark.parametrize(
+    "case, missing", [("without tiktoken", "tiktoken"), ("empty cache", "GPT-2's vocabulary")]
+)
 def test_a_missing_vocabulary_is_one_sentence_and_no_download(tmp_path, case, missing):
-    done = subprocess.run([sys.executable, "-c", CODEC, DATA, case], capture_output=True, text=True, cwd=ROOT,
-                          env=environment(TIKTOKEN_CACHE_DIR=str(tmp_path)))
-    assert done.stdout == (f"text needs {missing}; pip install -r data/requirements.txt, then python "
-                           "data/vocabulary.py\n"), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", CODEC, DATA, case],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(TIKTOKEN_CACHE_DIR=str(tmp_path)),
+    )
+    assert done.stdout == (
+        f"text needs {missing}; pip install -r data/requirements.txt, then python "
+        "data/vocabulary.py\n"
+    ), done.stderr
     assert not list(tmp_path.iterdir())

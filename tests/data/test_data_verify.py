@@ -1,4 +1,5 @@
 """data/verify.py finds each kind of planted fault, and none in intact shards."""
+
 import json
 
 import numpy as np
@@ -56,31 +57,51 @@ def change_manifest(folder, change) -> None:
 
 def sha_too(folder, name: str) -> None:
     """Make the manifest agree with a shard's bytes, so that only the fault itself can be found."""
+
     def change(manifest):
         for entry in manifest["shards"]:
             if entry["file"] == name:
                 entry["sha256"] = shards.sha256_of(folder / name)
+
     change_manifest(folder, change)
 
 
 SECOND = "x_train_000001.bin"
 FAULTS = {
-    "cut short": (lambda folder: (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-20]),
-                  "claims 9,000 tokens"),
-    "no header": (lambda folder: (folder / SECOND).write_bytes(b"short"), "less than the 1024 of a header"),
-    "magic": (lambda folder: (folder / SECOND).write_bytes(b"\1" + (folder / SECOND).read_bytes()[1:]),
-              "expected 20240520"),
+    "cut short": (
+        lambda folder: (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-20]),
+        "claims 9,000 tokens",
+    ),
+    "no header": (
+        lambda folder: (folder / SECOND).write_bytes(b"short"),
+        "less than the 1024 of a header",
+    ),
+    "magic": (
+        lambda folder: (folder / SECOND).write_bytes(b"\1" + (folder / SECOND).read_bytes()[1:]),
+        "expected 20240520",
+    ),
     "missing": (lambda folder: (folder / SECOND).unlink(), "is missing"),
     "changed token": (lambda folder: edit(folder / SECOND, 5, 7), "sha256"),
-    "token range": (lambda folder: (edit(folder / SECOND, 5, 257), sha_too(folder, SECOND)),
-                    "token 257, outside"),
-    "documents": (lambda folder: (edit(folder / SECOND, 5, 256), sha_too(folder, SECOND)), "documents"),
-    "tokens": (lambda folder: change_manifest(folder, lambda m: m["shards"][1].update(tokens=8)),
-               "9,000 tokens, 8 according"),
-    "text": (lambda folder: change_manifest(folder, lambda m: m["shards"][1].update(text_bytes=8)),
-             "bytes of text, 8"),
-    "not listed": (lambda folder: change_manifest(folder, lambda m: m["shards"].pop(1)),
-                   "not in manifest.json"),
+    "token range": (
+        lambda folder: (edit(folder / SECOND, 5, 257), sha_too(folder, SECOND)),
+        "token 257, outside",
+    ),
+    "documents": (
+        lambda folder: (edit(folder / SECOND, 5, 256), sha_too(folder, SECOND)),
+        "documents",
+    ),
+    "tokens": (
+        lambda folder: change_manifest(folder, lambda m: m["shards"][1].update(tokens=8)),
+        "9,000 tokens, 8 according",
+    ),
+    "text": (
+        lambda folder: change_manifest(folder, lambda m: m["shards"][1].update(text_bytes=8)),
+        "bytes of text, 8",
+    ),
+    "not listed": (
+        lambda folder: change_manifest(folder, lambda m: m["shards"].pop(1)),
+        "not in manifest.json",
+    ),
 }
 
 
@@ -106,30 +127,43 @@ OVERLAPS = {
     "a short document": (TRAIN + [SHORT], VAL + [SHORT], True),
     "a short document first": ([SHORT] + TRAIN, VAL + [SHORT], True),
     "a long document": (TRAIN + [VAL[1]], VAL, True),
-    "a window": (TRAIN + [np.concatenate([TRAIN[0][:77], VAL[1][333:333 + 1024], TRAIN[1][:50]])], VAL, True),
+    "a window": (
+        TRAIN + [np.concatenate([TRAIN[0][:77], VAL[1][333 : 333 + 1024], TRAIN[1][:50]])],
+        VAL,
+        True,
+    ),
     "its last window": (TRAIN + [np.append(TRAIN[0][:50], VAL[0][-1024:])], VAL, True),
-    "one token less": (TRAIN + [np.concatenate([TRAIN[0][:77], VAL[1][333:333 + 1023], [249]])], VAL,
-                       False),
+    "one token less": (
+        TRAIN + [np.concatenate([TRAIN[0][:77], VAL[1][333 : 333 + 1023], [249]])],
+        VAL,
+        False,
+    ),
     "part of a short one": (TRAIN + [SHORT[:-1]], VAL + [SHORT], False),
-    "a short one within": (TRAIN + [np.concatenate([TRAIN[0][:9], SHORT, TRAIN[0][:9]])], VAL + [SHORT],
-                           False),
+    "a short one within": (
+        TRAIN + [np.concatenate([TRAIN[0][:9], SHORT, TRAIN[0][:9]])],
+        VAL + [SHORT],
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", OVERLAPS)
-@pytest.mark.parametrize("limit", [4001, 10**6])  # with and without documents that continue in the next shard
+@pytest.mark.parametrize(
+    "limit", [4001, 10**6]
+)  # with and without documents that continue in the next shard
 def test_overlaps_are_found(tmp_path, capsys, kind, limit):
     train, val, overlap = OVERLAPS[kind]
     write(tmp_path, train, val, limit)
     status, said = check(tmp_path, capsys)
     assert status == overlap, said
     if overlap:
-        fault, = [line for line in said.splitlines() if line.startswith("FAULT")]
+        (fault,) = [line for line in said.splitlines() if line.startswith("FAULT")]
         assert "x_val_" in fault and "x_train_" in fault
 
 
 def brute_force(train: list[int], val: list[int], window: int) -> set[int]:
     """Starts of the documents of val that are in train, found by comparing everything."""
+
     def split(tokens):
         found, start = [], 0
         for place, token in enumerate([*tokens, 9]):
@@ -139,10 +173,20 @@ def brute_force(train: list[int], val: list[int], window: int) -> set[int]:
         return found
 
     texts = [text for _, text in split(train)]
-    stretches = {tuple(text[i:i + window]) for text in texts for i in range(len(text) - window + 1)}
-    return {start for start, text in split(val)
-            if (text in texts if len(text) < window else
-                any(tuple(text[i:i + window]) in stretches for i in range(len(text) - window + 1)))}
+    stretches = {
+        tuple(text[i : i + window]) for text in texts for i in range(len(text) - window + 1)
+    }
+    return {
+        start
+        for start, text in split(val)
+        if (
+            text in texts
+            if len(text) < window
+            else any(
+                tuple(text[i : i + window]) in stretches for i in range(len(text) - window + 1)
+            )
+        )
+    }
 
 
 TOKENS = st.lists(st.sampled_from([0, 1, 9]) | st.just(0), max_size=120)
@@ -158,7 +202,9 @@ def test_overlaps_agree_with_brute_force(tmp_path_factory, train, val):
         patch.setattr(verify, "CHUNK", 16)
         for name, tokens in (("train", train), ("val", val)):
             (folder / name).write_bytes(shard_bytes(tokens))
-        found = verify.Overlaps(verify.Stream([folder / "val"]), 9).find(verify.Stream([folder / "train"]))
+        found = verify.Overlaps(verify.Stream([folder / "val"]), 9).find(
+            verify.Stream([folder / "train"])
+        )
     assert set(found) == brute_force(train, val, 8)
 
 
@@ -176,6 +222,8 @@ def test_public_shards_without_a_manifest(tmp_path):
 def test_user_mistakes(tmp_path):
     for folder in (tmp_path / "absent", tmp_path):
         done = run("verify.py", folder)
-        assert done.returncode == 2 and str(folder) in done.stderr and "Traceback" not in done.stderr
+        assert (
+            done.returncode == 2 and str(folder) in done.stderr and "Traceback" not in done.stderr
+        )
     (tmp_path / "manifest.json").write_text("{")
     assert "not JSON" in run("verify.py", tmp_path).stderr

@@ -1,15 +1,17 @@
-"""The kernels that a GPU would run, in Triton's interpreter, and FlexAttention, against the CPU path."""
+"""The kernels of a GPU, in Triton's interpreter, and FlexAttention, against the CPU path."""
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 import train_gpt
-from gpu_common import needs_triton, run
+from harness import needs_triton, run
+
+NO_LIMIT = train_gpt.NO_LIMIT
 
 
 @needs_triton
 @pytest.mark.parametrize("what", ["float32", "bfloat16", "cut"])
 def test_lowered_kernels_agree_with_the_cpu_path(what):
-    print(run("gpu_numerics.py", what))
+    print(run("numerics.py", what, depth="numbers"))
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -21,35 +23,39 @@ def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def as_a_kernel_sees(blocks: flex.BlockMask) -> flex.BlockMask:
-    """Eager FlexAttention asks the mask function alone; a kernel visits the listed blocks, and asks only in
-    partial ones. The same, as a function."""
+    """The mask with its lists of blocks taken into its function, all that eager FlexAttention asks.
+
+    A kernel visits the listed blocks, and asks the function only in partial ones.
+    """
     partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
     full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
     position = torch.arange(blocks.seq_lengths[0])
     query, key = position[:, None], position
     rows, columns = query // train_gpt.BLOCK, key // train_gpt.BLOCK
     dense = full[rows, columns] | partial[rows, columns] & blocks.mask_mod(0, 0, query, key)
-    return flex.create_block_mask(lambda b, h, q, k: dense[q, k], None, None, *dense.shape, device="cpu")
+    return flex.create_block_mask(lambda b, h, q, k: dense[q, k], None, None, *dense.shape,
+                                  device="cpu")
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [(train_gpt.FAR, 1), (train_gpt.FAR, 2), (200, train_gpt.FAR), (64, 1),
+@pytest.mark.parametrize("window", [(NO_LIMIT, 1), (NO_LIMIT, 2), (200, NO_LIMIT), (64, 1),
                                     (250, 2)])
 def test_flex_attention_agrees_with_banded(window, monkeypatch):
     """The same documents and window through both back ends: values and gradients."""
-    # FlexAttention does differentiate on a CPU, it only refuses to
+    # FlexAttention can differentiate on a CPU, but refuses to
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
-    tokens, heads, head_dim = 6 * train_gpt.BLOCK, 2, 16
+    tokens = 6 * train_gpt.BLOCK
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(1, 50, (tokens,), generator=generator)
     inputs[[0, 100, 128, 129]] = 0  # the last document is five blocks long
-    weight, *qkv = torch.randn(4, tokens, heads, head_dim, generator=generator)
+    weight, *qkv = torch.randn(4, tokens, 2, 16, generator=generator)
+    window_tensor = torch.tensor(window, dtype=torch.int32)
+    reach = train_gpt.blocks_back(*window)
     results = []
     for attention in ("banded", "flex"):
-        mask = train_gpt.build_mask(inputs, torch.tensor(window, dtype=torch.int32), 0, 0, attention,
-                                    train_gpt.reach_of(*window))
+        mask = train_gpt.build_mask(inputs, window_tensor, 0, 0, attention, reach)
         if attention == "flex":
-            mask = mask._replace(blocks=as_a_kernel_sees(mask.blocks))
+            mask = mask._replace(block_mask=as_a_kernel_sees(mask.block_mask))
         q, k, v = (x.clone().requires_grad_() for x in qkv)
         out = train_gpt.attend(q, k, v, mask)
         (out * weight).sum().backward()

@@ -3,13 +3,9 @@
 import re
 import shutil
 
+import helpers
 import made_up_logs as made
 import pytest
-
-try:
-    import helpers
-except ImportError:  # its name before
-    import runs as helpers
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,14 @@
-"""Mistakes that the harness has to catch; each prints a line, and the last line is the names of those caught.
+"""Mistakes that the harness has to catch, each after something similar that is right.
 
-    python gpu_negative.py
+    python fake_gpu.py --depth=ptx --world_size=8 negative.py
 """
 import dataclasses
-import os
-import sys
-import warnings
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-warnings.simplefilter("ignore")
-os.environ["TORCH_LOGS"] = "-all"
-
-import fake_gpu  # noqa: E402
-
-fake_gpu.install("H100")
-fake_gpu.join(0, 8)
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
-from triton.compiler.compiler import max_shared_mem  # noqa: E402
+import fake_gpu
+import torch
+import torch.distributed as dist
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from triton.compiler.compiler import max_shared_mem
 
 
 def cuda(*shape, dtype=torch.bfloat16, device="cuda"):
@@ -35,23 +23,40 @@ def attention(shared_limit: int = 227 * 2**10):
     return torch.compile(flex_attention)(q, q, q, block_mask=mask)
 
 
+def add(a, b):
+    return torch.compile(lambda a, b: a + b)(a, b)
+
+
+def multiply(a, b):
+    return torch.compile(lambda a, b: a @ b)(a, b)
+
+
+def break_the_graph():
+    @torch.compile(fullgraph=True)
+    def printing(a):
+        a = a + 1
+        print("break")
+        return a * 2
+    return printing(cuda(8))
+
+
 RIGHT = {
     "all_reduce": lambda: dist.all_reduce(cuda(8)),
     "all_gather": lambda: dist.all_gather_single(cuda(32), cuda(4)),
     "attention": attention,
-    "product": lambda: torch.compile(lambda a, b: a @ b)(cuda(8, 8), cuda(8, 8)),
+    "product": lambda: multiply(cuda(8, 8), cuda(8, 8)),
 }
-WRONG = {  # the mistake, and a word of what has to be said about it
-    "devices": lambda: torch.compile(lambda a, b: a + b)(cuda(8), cuda(8, device="cpu")),
+WRONG = {  # words of the error, and the mistake
+    "devices": lambda: add(cuda(8), cuda(8, device="cpu")),
     "same device": lambda: cuda(8) + cuda(8, device="cpu"),
-    "one dtype": lambda: torch.compile(lambda a, b: a @ b)(cuda(8, 8), cuda(8, 8, dtype=torch.float32)),
+    "one dtype": lambda: multiply(cuda(8, 8), cuda(8, 8, dtype=torch.float32)),
     "resource": lambda: attention(shared_limit=16 * 2**10),
     "ranks × the input": lambda: dist.all_gather_single(cuda(30), cuda(4)),
     "one dtype expected": lambda: dist.all_gather_single(cuda(32, dtype=torch.float32), cuda(4)),
     "ranks × the output": lambda: dist.reduce_scatter_tensor(cuda(4), cuda(30)),
     "NCCL needs CUDA": lambda: dist.all_reduce(cuda(8, device="cpu")),
     "contiguous": lambda: dist.all_reduce(cuda(8, 8).t()[1:]),
-    "print": lambda: torch.compile(lambda a: (a + 1, print("break"))[0] * 2, fullgraph=True)(cuda(8)),
+    "print": break_the_graph,
     "device_id": lambda: dist.init_process_group("nccl", device_id=torch.device("cuda:5")),
 }
 
@@ -60,8 +65,7 @@ def attempt(function) -> str:
     """What it raised, or nothing."""
     torch._dynamo.reset()
     try:
-        with fake_gpu.session():
-            function()
+        function()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -70,11 +74,12 @@ def attempt(function) -> str:
 def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
     for name, function in RIGHT.items():
-        assert not (said := attempt(function)), f"right, and refused: {name}: {said[:500]}"
+        error = attempt(function)
+        assert not error, f"right, and refused: {name}: {error[:500]}"
     for words, function in WRONG.items():
-        said = attempt(function)
-        print(f"{words}: {said.strip()[:150]!r}")
-        assert words in said, f"wrong, and not caught: {words}: {said[:500]!r}"
+        error = attempt(function)
+        print(f"{words}: {error.strip()[:150]!r}")
+        assert words in error, f"wrong, and not caught: {words}: {error[:500]!r}"
     print(f"{len(WRONG)} mistakes caught")
 
 

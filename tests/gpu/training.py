@@ -1,0 +1,66 @@
+"""The trainer of train_gpt.py on a pretended GPU, with made-up batches, for step.py and memory.py.
+
+Import it only in a script that fake_gpu.py runs: train_gpt.py imports Dynamo, which has to see the
+mocks.
+"""
+import fake_gpu
+import torch
+import train_gpt
+
+
+class Batches:
+    """In place of the loader: the same shapes and types, nothing read."""
+
+    def __init__(self, batch_tokens: int, sequence_tokens: int):
+        self.sequence_tokens = sequence_tokens
+        self.micro_steps = max(1, batch_tokens // (fake_gpu.world_size * sequence_tokens))
+        self.index = 0
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def next_batch(self, stride: int = 1) -> list:
+        self.index += stride
+        device = torch.device("cuda", fake_gpu.index)
+        tokens = torch.zeros(self.sequence_tokens + 1, dtype=torch.uint16, device=device)
+        return [(tokens[:-1].int(), tokens[1:].long())] * self.micro_steps
+
+
+def build_trainer(arguments: list[str], micro_steps: int) -> train_gpt.Trainer:
+    """With these arguments on top of the preset h100, and this many sequences per rank and step."""
+    hp = train_gpt.parse_command_line(["--preset=h100", "--val_tokens=65536", *arguments])
+    hardware = train_gpt.find_hardware(hp)
+    train_gpt.fit_sequence(hp, hardware)
+    hp.batch_tokens = fake_gpu.world_size * micro_steps * hp.sequence_tokens
+    hp.val_tokens = fake_gpu.world_size * hp.sequence_tokens
+    train_gpt.prepare_device(hp, hardware)
+    train_gpt.join_group(hardware)
+    data = train_gpt.Data(Batches(hp.batch_tokens, hp.sequence_tokens),
+                          Batches(hp.sequence_tokens, hp.sequence_tokens), None, {})
+    return train_gpt.Trainer(hp, hardware, data)
+
+
+def forward(trainer: train_gpt.Trainer) -> torch.Tensor:
+    """The loss of one sequence."""
+    inputs, targets = trainer.data.train.next_batch()[0]
+    return trainer.ddp_model(inputs, targets, trainer.window)
+
+
+def validate(trainer: train_gpt.Trainer) -> None:
+    train_gpt.evaluate(trainer)
+
+
+def window_changes(trainer: train_gpt.Trainer) -> list[int]:
+    """The steps at which the window takes another value."""
+    num_steps = trainer.hp.num_steps
+    windows = [train_gpt.window_at(trainer.hp, step) for step in range(num_steps)]
+    return [step for step in range(1, num_steps) if windows[step] != windows[step - 1]]
+
+
+def estimated_memory(trainer: train_gpt.Trainer) -> tuple[float, float]:
+    """(bytes of parameters, gradients and optimizers; bytes in all), as the trainer estimates."""
+    state, per_token = train_gpt.memory_needed(trainer.hp, trainer.hardware)
+    return state, state + trainer.hp.sequence_tokens * per_token
+
+
+compiled_graphs = train_gpt.count_compiled_graphs
