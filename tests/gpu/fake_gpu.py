@@ -270,11 +270,9 @@ def mock_fake_tensors() -> None:
     FakeTensor.__format__ = lambda t, spec: format(item(t), spec) if spec else repr(t)
     FakeTensor.__deepcopy__ = lambda tensor, memo: tensor.detach().clone()
     torch.Tensor.__deepcopy__ = outside_modes(torch.Tensor.__deepcopy__)  # a graph's constants
-    set_rng_state = torch.random.set_rng_state
-    torch.random.set_rng_state = lambda state: (
-        None if isinstance(state, FakeTensor) else set_rng_state(state))  # warm-up restores it
     FakeTensor.pin_memory = torch.Tensor.pin_memory = lambda tensor, *a, **k: tensor
     torch.utils.swap_tensors = swap_tensors
+    torch.random.set_rng_state = nothing  # a copy of the state is fake, too
 
 
 def outside_modes(function):
@@ -499,6 +497,7 @@ def session():
         depth = 0  # an operator may be made of others: only the outermost is a call
 
         def dispatch(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
             if function in SAME_DTYPE:
                 first, second = (args[position] for position in SAME_DTYPE[function])
                 if first.dtype != second.dtype:
@@ -506,7 +505,6 @@ def session():
                                        f"{second.dtype}")
             elif function.namespace == "c10d":
                 check_collective(function, args)
-            kwargs = kwargs or {}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
             self.depth += 1

@@ -119,8 +119,7 @@ def check_cut() -> None:
 @torch.no_grad()
 def check_muon(dtype: str) -> None:
     """Two steps of tall, wide and square matrices; rate and momentum change without recompiling."""
-    real_compile = torch.compile
-    torch.compile = functools.partial(real_compile, backend=interpreter.backend)
+    torch.compile = functools.partial(torch.compile, backend=interpreter.backend)
     shapes = [(64, 64)] * 3 + [(128, 64), (64, 128)] * 2
     results = []
     for compiled in (False, True):
@@ -145,7 +144,7 @@ def check_muon(dtype: str) -> None:
 
 
 def main(what: str) -> None:
-    torch._inductor.config.combo_kernels = True  # as train_gpt.prepare_device sets it for CUDA
+    torch._inductor.config.combo_kernels = True  # as train_gpt.prepare_device does
     torch._inductor.config.combo_kernels_pointwise_only = True
     if what == "cut":
         check_cut()

@@ -9,6 +9,7 @@ import sys
 
 import fake_gpu
 import torch
+import train_gpt
 import training
 
 
@@ -27,11 +28,11 @@ def lengths(counts: dict) -> dict:
 def run(arguments: list[str]) -> dict:
     trainer = training.build_trainer(arguments, micro_steps=1)
     trainer.warm_up()
-    graphs = training.compiled_graphs()
+    graphs = train_gpt.count_compiled_graphs()
     numbers = {0, 1, *training.window_changes(trainer), trainer.hp.num_steps - 1}
     steps = {step: counted(trainer.step, trainer.data.train.next_batch(), step)
              for step in sorted(numbers)}
-    validation = counted(training.validate, trainer)
+    validation = counted(train_gpt.evaluate, trainer)
     for p in trainer.model.parameters():
         p.grad = torch.zeros_like(p)
     optimizers = {type(optimizer).__name__: lengths(counted(optimizer.step))
@@ -40,7 +41,7 @@ def run(arguments: list[str]) -> dict:
     return fake_gpu.report() | dict(
         limit=fake_gpu.card.shared_limit, step=steps[1], optimizers=optimizers,
         new_kernels=sum(len(counts["kernels"]) for counts in after_warm_up),
-        new_graphs=training.compiled_graphs() - graphs)
+        new_graphs=train_gpt.count_compiled_graphs() - graphs)
 
 
 def main(arguments: list[str]) -> None:

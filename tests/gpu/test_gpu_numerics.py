@@ -3,9 +3,8 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 import train_gpt
+from train_gpt import NO_LIMIT
 from harness import needs_triton, run
-
-NO_LIMIT = train_gpt.NO_LIMIT
 
 
 @needs_triton
@@ -50,10 +49,10 @@ def test_flex_attention_agrees_with_banded(window, monkeypatch):
     inputs[[0, 100, 128, 129]] = 0  # the last document is five blocks long
     weight, *qkv = torch.randn(4, tokens, 2, 16, generator=generator)
     window_tensor = torch.tensor(window, dtype=torch.int32)
-    reach = train_gpt.blocks_back(*window)
+    blocks_back = train_gpt.blocks_back(*window)
     results = []
     for attention in ("banded", "flex"):
-        mask = train_gpt.build_mask(inputs, window_tensor, 0, 0, attention, reach)
+        mask = train_gpt.build_mask(inputs, window_tensor, 0, 0, attention, blocks_back)
         if attention == "flex":
             mask = mask._replace(block_mask=as_a_kernel_sees(mask.block_mask))
         q, k, v = (x.clone().requires_grad_() for x in qkv)

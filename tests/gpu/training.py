@@ -11,13 +11,10 @@ import train_gpt
 class Batches:
     """In place of the loader: the same shapes and types, nothing read."""
 
-    def __init__(self, batch_tokens: int, sequence_tokens: int):
+    def __init__(self, sequence_tokens: int, micro_steps: int):
         self.sequence_tokens = sequence_tokens
-        self.micro_steps = max(1, batch_tokens // (fake_gpu.world_size * sequence_tokens))
+        self.micro_steps = micro_steps
         self.index = 0
-
-    def __len__(self) -> int:
-        return 10**6
 
     def next_batch(self, stride: int = 1) -> list:
         self.index += stride
@@ -31,23 +28,19 @@ def build_trainer(arguments: list[str], micro_steps: int) -> train_gpt.Trainer:
     hp = train_gpt.parse_command_line(["--preset=h100", "--val_tokens=65536", *arguments])
     hardware = train_gpt.find_hardware(hp)
     train_gpt.fit_sequence(hp, hardware)
-    hp.batch_tokens = fake_gpu.world_size * micro_steps * hp.sequence_tokens
-    hp.val_tokens = fake_gpu.world_size * hp.sequence_tokens
+    hp.batch_tokens = hardware.world_size * micro_steps * hp.sequence_tokens
+    hp.val_tokens = hardware.world_size * hp.sequence_tokens
     train_gpt.prepare_device(hp, hardware)
     train_gpt.join_group(hardware)
-    data = train_gpt.Data(Batches(hp.batch_tokens, hp.sequence_tokens),
-                          Batches(hp.sequence_tokens, hp.sequence_tokens), None, {})
-    return train_gpt.Trainer(hp, hardware, data)
+    train = Batches(hp.sequence_tokens, micro_steps)
+    val = Batches(hp.sequence_tokens, 1)
+    return train_gpt.Trainer(hp, hardware, train_gpt.Data(train, val, None, {}))
 
 
 def forward(trainer: train_gpt.Trainer) -> torch.Tensor:
     """The loss of one sequence."""
     inputs, targets = trainer.data.train.next_batch()[0]
     return trainer.ddp_model(inputs, targets, trainer.window)
-
-
-def validate(trainer: train_gpt.Trainer) -> None:
-    train_gpt.evaluate(trainer)
 
 
 def window_changes(trainer: train_gpt.Trainer) -> list[int]:
@@ -61,6 +54,3 @@ def estimated_memory(trainer: train_gpt.Trainer) -> tuple[float, float]:
     """(bytes of parameters, gradients and optimizers; bytes in all), as the trainer estimates."""
     state, per_token = train_gpt.memory_needed(trainer.hp, trainer.hardware)
     return state, state + trainer.hp.sequence_tokens * per_token
-
-
-compiled_graphs = train_gpt.count_compiled_graphs
