@@ -22,19 +22,19 @@ def trainer(data) -> train_gpt.Trainer:
     return make_trainer(train_gpt.parse_command_line([*SIX_STEPS, *data]))
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(changes=mutations())
 def test_mutated_shards(tmp_path_factory, changes):
     fuzz_shard(tmp_path_factory.getbasetemp(), changes)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(changes=mutations())
 def test_mutated_manifests(tmp_path_factory, changes):
     fuzz_manifest(tmp_path_factory.getbasetemp(), changes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(changes=mutations())
 def test_mutated_checkpoints(tmp_path_factory, whole, trainer, changes):
     content = (whole.folder / "checkpoint_0000004.pt").read_bytes()
