@@ -1704,6 +1704,9 @@ def find_run(hp: Hyperparameters) -> Run:
     folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
     if restarted and checkpoints(folder):
         return resume_newest(folder)
+    if not restarted and (folder / "log.txt").exists():  # plain torchrun names all its runs alike
+        raise UserError(f"--resume={path}: {folder} holds a run already; resume that folder, or "
+                        "move it")
     return Run(folder, checkpoint, notes=(f"resuming from {path}, step {checkpoint['step']}",))
 
 

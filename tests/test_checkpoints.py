@@ -171,6 +171,16 @@ def test_a_folder_continues_its_run_and_a_checkpoint_starts_another(cut):
     assert started.folder.name.startswith(f"{folder.name}_from_6_")
 
 
+def test_a_second_run_from_a_checkpoint_does_not_overwrite_the_first(cut, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # plain torchrun's, for every run
+    arguments = [f"--resume={cut(6)}/checkpoint_0000002.pt"]
+    _, first = prepare(*arguments)
+    first.folder.mkdir()
+    (first.folder / "log.txt").write_text("a run")
+    with pytest.raises(train_gpt.UserError, match="holds a run already; resume that folder"):
+        prepare(*arguments)
+
+
 @pytest.mark.parametrize("left", ["log.txt", "checkpoint_*.pt"])
 def test_a_new_run_does_not_overwrite_another(data, cut, capsys, left):
     folder = cut(4)
