@@ -2360,11 +2360,12 @@ def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
 
 
 def print_error(error: UserError | str) -> int:
-    """What all ranks of a machine would say alike, its first rank says alone."""
+    """Print the error as one line. What all ranks would say alike, the first rank says."""
+    if isinstance(error, SharedError) and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(60)  # torchrun ends this rank as soon as the first one has printed and left
     rank = os.environ.get("RANK", "0")
-    if not isinstance(error, SharedError) or os.environ.get("LOCAL_RANK", "0") == "0":
-        where = "error" if rank == "0" else f"error on rank {rank}"
-        print(f"{where}: {error}", file=sys.stderr, flush=True)
+    where = "error" if rank == "0" else f"error on rank {rank}"
+    print(f"{where}: {error}", file=sys.stderr, flush=True)
     return 2
 
 
