@@ -211,8 +211,8 @@ case "$command" in
         set_up requirements.txt tests/requirements.txt data/requirements.txt records/requirements.txt
         # the tests use no network
         "$python" data/vocabulary.py || say "the tests of GPT-2's tokens will be skipped"
-        workers="$(count_cores)"
-        exec "$python" -m pytest tests --numprocesses="$((workers < 4 ? workers : 4))" \
+        cores="$(count_cores)"  # a process more: many tests wait for other processes
+        exec "$python" -m pytest tests --numprocesses="$((cores < 4 ? cores + 1 : 4))" \
             --dist=loadfile --no-loadscope-reorder "$@" ;;
     bench | faults)
         shift

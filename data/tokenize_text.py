@@ -488,7 +488,8 @@ def training_options(manifest: dict, tokenizer: str) -> dict[str, int]:
     steps = min(320, 40 * batches)
     options = {"vocab_size": manifest["vocab_size"], "document_token": manifest["document_token"],
                "num_steps": steps, "epochs": -(-steps // batches), "batch_tokens": batch,
-               "sequence_tokens": sequence, "segment_tokens": segment}
+               "sequence_tokens": sequence, "segment_tokens": segment,
+               "val_start": 0, "target_loss": 0}
     if tokenizer == "gpt2":
         options["vocab_multiple"] = 128
     if val:

@@ -46,7 +46,8 @@ class Hyperparameters:
     batch_tokens: int = 12 * 64  # twelve sequences a step
     sequence_tokens: int = 64  # context
     val_every: int = 0  # steps between validations; 0: only at the end
-    val_tokens: int = 2**20  # the first ones of the validation shards, always the same
+    val_tokens: int = 2**19  # tokens to validate on, always the same
+    val_start: int = 2**19  # the first of them
     target_loss: float = 2.07  # nats per token
     num_layers: int = 4
     num_heads: int = 4
@@ -79,8 +80,9 @@ def parse_command_line(arguments: list[str]) -> tuple[Hyperparameters, set[str]]
         except ValueError:
             raise UserError(f"--{name}={text}: expected a number") from None
     hp = Hyperparameters(**values)
-    for name in ("batch_tokens", "val_tokens"):
-        if getattr(hp, name) < 1 or getattr(hp, name) % hp.sequence_tokens:
+    for name in ("batch_tokens", "val_tokens", "val_start"):
+        lowest = 0 if name == "val_start" else 1
+        if getattr(hp, name) < lowest or getattr(hp, name) % hp.sequence_tokens:
             raise UserError(
                 f"--{name}={getattr(hp, name)}: expected a multiple of "
                 f"sequence_tokens={hp.sequence_tokens}"
@@ -162,13 +164,15 @@ def rate_at(hp: Hyperparameters, step: int) -> float:
 
 @torch.no_grad()
 def evaluate(hp: Hyperparameters, model: GPT, tokens: np.ndarray) -> float:
-    """Mean loss over targets 1 … val_tokens, those of train_gpt.py too, in windows that follow each
-    other."""
-    if len(tokens) <= hp.val_tokens:
+    """Mean loss over the val_tokens targets after token val_start, those of train_gpt.py too, in
+    windows that follow each other."""
+    end = hp.val_start + hp.val_tokens
+    if len(tokens) <= end:
         raise UserError(
-            f"--val_tokens={hp.val_tokens}: the validation shards hold {len(tokens)} tokens"
+            f"--val_tokens={hp.val_tokens} from --val_start={hp.val_start}: the validation shards "
+            f"hold {len(tokens)} tokens"
         )
-    starts = range(0, hp.val_tokens, hp.sequence_tokens)
+    starts = range(hp.val_start, end, hp.sequence_tokens)
     total = 0.0
     for first in range(0, len(starts), 512):
         some = starts[first : first + 512]

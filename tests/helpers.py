@@ -26,15 +26,16 @@ DATED = [name for name in train_gpt.PRESETS if name[0] == "2"]
 
 # Small in every way that costs time; what makes a system that system is left to its preset.
 TINY_FIELDS = dict(vocab_size=200, document_token=7, num_steps=12, batch_tokens=1024,
-                   sequence_tokens=512, segment_tokens=0, val_tokens=1024, val_every=0,
+                   sequence_tokens=512, segment_tokens=0, val_tokens=1024, val_start=0, val_every=0,
                    model_dim=32, num_heads=2, num_layers=12, cooldown=5, device="cpu",
                    dtype="float32", muon_dtype="float32", compile="no", save_model=False,
                    sample_tokens=4, log_every=1)
 # A run of a second: two mask blocks, several documents and a growing window.
 TINY = ["--device=cpu", "--preset=laptop", "--num_steps=4", "--batch_tokens=1024",
-        "--sequence_tokens=256", "--segment_tokens=128", "--val_tokens=1024", "--num_layers=4",
-        "--num_heads=2", "--model_dim=32", "--vocab_size=64", "--document_token=63",
-        "--window_start=128", "--window_end=256", "--log_every=1", "--sample_tokens=3"]
+        "--sequence_tokens=256", "--segment_tokens=128", "--val_tokens=1024", "--val_start=0",
+        "--num_layers=4", "--num_heads=2", "--model_dim=32", "--vocab_size=64",
+        "--document_token=63", "--window_start=128", "--window_end=256", "--log_every=1",
+        "--sample_tokens=3"]
 # The same with checkpoints, of which all stay, and validations, on one to three ranks.
 SIX_STEPS = [*TINY, "--num_steps=6", "--val_every=2", "--batch_tokens=1536", "--save_every=2",
              "--keep_checkpoints=3"]

@@ -360,7 +360,8 @@ def test_help_shows_layouts_that_are_tuples(edited, capsys):
 # ---- refusals ----
 
 SHAPE = ["--preset=laptop", "--sequence_tokens=4096", "--batch_tokens=4096", "--val_tokens=4096",
-         "--segment_tokens=512", "--num_layers=4", "--num_heads=2", "--model_dim=128"]
+         "--val_start=0", "--segment_tokens=512", "--num_layers=4", "--num_heads=2",
+         "--model_dim=128"]
 
 # (the value that is refused, what is expected)
 REFUSED = [

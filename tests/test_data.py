@@ -307,6 +307,11 @@ def test_validation_tokens_are_counted_in_tokens(tmp_path):
     assert str(caught.value) == (
         f"{tmp_path}/val_*.bin: 1 shards hold 78 batches of 256 tokens and --val_tokens=20224 needs"
         " 79; lower it to --val_tokens=19968")
+    opened(*data, "--val_start=10240", "--val_tokens=9728")
+    with pytest.raises(UserError, match="val_tokens=9984 needs 79; lower it to --val_tokens=9728"):
+        opened(*data, "--val_start=10240", "--val_tokens=9984")
+    with pytest.raises(UserError, match="val_tokens=1024 needs 84; lower --val_start"):
+        opened(*data, "--val_start=20480")
 
 
 def test_a_text_shorter_than_a_batch_is_no_reason_to_make_more_shards_of_it(tmp_path):

@@ -73,6 +73,17 @@ def test_validation_is_the_mean_over_the_first_tokens_each_time(data, trainer):
     assert result["bits_per_byte"] == pytest.approx(expected)
 
 
+def test_validation_in_two_halves(trainer, monkeypatch):
+    """val_start is where the validation tokens begin."""
+    whole = train_gpt.evaluate(trainer)["val_loss"]
+    monkeypatch.setattr(trainer.hp, "val_tokens", 512)
+    first = train_gpt.evaluate(trainer)["val_loss"]
+    monkeypatch.setattr(trainer.hp, "val_start", 512)
+    second = train_gpt.evaluate(trainer)["val_loss"]
+    assert first != second
+    assert (first + second) / 2 == pytest.approx(whole, abs=1e-6)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_the_validation(trainer, monkeypatch, world_size):
     """Every sequence is one rank's, also where their number is not divisible."""

@@ -391,7 +391,7 @@ def resume_newest(folder):
     assert started.wait() != 0
     sentence = "error: rank 1 differs from rank 0, first in the step; start all machines with the "
     assert started.output.count(sentence) == 1, started.output
-    assert exit_codes(tmp_path) == [2, 2]
+    assert set(exit_codes(tmp_path)) == {2}  # torchrun may end the other rank first
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

@@ -149,7 +149,8 @@ def test_a_cpu_without_a_compiler_trains_and_says_why_it_is_slower(data, tmp_pat
     monkeypatch.setenv("CXX", "")
     hardware = train_gpt.find_hardware(hyperparameters(data))
     assert not hardware.compile
-    assert "not compiled: there is no C++ compiler" in train_gpt.describe(hardware)[1]
+    described = train_gpt.describe(hardware, train_gpt.environment(hardware))
+    assert "not compiled: there is no C++ compiler" in described[1]
     with pytest.raises(train_gpt.UserError, match="install it, or give --compile=no"):
         train_gpt.find_hardware(hyperparameters(data, "--compile=yes"))
 

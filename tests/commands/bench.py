@@ -63,7 +63,8 @@ def bench_step(folder: Path) -> list[tuple]:
     rows = []
     for name, options in shapes.items():
         hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", *data,
-                                           "--val_tokens=8192", "--num_steps=40", *options])
+                                           "--val_tokens=8192", "--val_start=0", "--num_steps=40",
+                                           *options])
         trainer = make_trainer(hp)
         batch = trainer.data.train.next_batch()
         times = interleaved(step=lambda: trainer.step(batch, 0), product=lambda: square @ square)
@@ -150,7 +151,8 @@ def bench_checkpoint(folder: Path) -> list[tuple]:
     """How long a checkpoint and the parameter hash stop the training; how often it copies."""
     data = make_data(folder, vocab_size=257, tokens=700_000, document_token=256)
     hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu", *data,
-                                       "--val_tokens=8192", "--keep_checkpoints=1"])
+                                       "--val_tokens=8192", "--val_start=0",
+                                       "--keep_checkpoints=1"])
     trainer = make_trainer(hp)
     clock = train_gpt.Clock(trainer.hardware.device)
     batch = trainer.data.train.next_batch()

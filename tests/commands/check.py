@@ -104,8 +104,8 @@ def check_train_data(hp: Hyperparameters, hardware: Hardware) -> str:
 
 def check_val_data(hp: Hyperparameters, hardware: Hardware) -> str:
     loader = open_shards(hp, hp.val_files, hp.sequence_tokens, 0, 1)
-    return check_loader(hp, loader, hp.val_tokens // hp.sequence_tokens, "val_tokens",
-                        hp.sequence_tokens)
+    needed = (hp.val_start + hp.val_tokens) // hp.sequence_tokens
+    return check_loader(hp, loader, needed, "val_tokens", hp.sequence_tokens)
 
 
 def open_shards(hp: Hyperparameters, files: str, batch_tokens: int, segment_tokens: int,

@@ -67,8 +67,8 @@ def laptop_run(folder: Path, options: list[str]) -> tuple[list[str], list[str]]:
         data[:2] = [f"--{kind}_files={ROOT}/data/enwik8/enwik8_{kind}_*.bin"
                     for kind in ("train", "val")]
     base = ["--preset=laptop", "--device=cpu", "--batch_tokens=4096", "--sequence_tokens=2048",
-            "--segment_tokens=512", "--val_tokens=65536", "--val_every=40", "--log_every=1",
-            "--save_every=5", *options]
+            "--segment_tokens=512", "--val_tokens=65536", "--val_start=0", "--val_every=40",
+            "--log_every=1", "--save_every=5", *options]
     return base, data
 
 

@@ -92,7 +92,7 @@ def attention(card: str, head_dim: int, *tiles: str) -> dict:
     return result("attention.py", str(head_dim), *tiles, card=card, depth="ptx")
 
 
-QUICK = [("4090", 128), ("B200", 128)]
+QUICK = [("4090", 128)]
 FITS = [(card, head_dim) for card in ("H100", "A100", "3090", "4090", "B200")
         for head_dim in (64, 128, 256)]
 

@@ -4,11 +4,11 @@ import torch
 import torch.nn.attention.flex_attention as flex
 import train_gpt
 from train_gpt import NO_LIMIT
-from harness import needs_triton, run
+from harness import needs_triton, run, slow
 
 
 @needs_triton
-@pytest.mark.parametrize("what", ["float32", "bfloat16", "cut"])
+@pytest.mark.parametrize("what", ["float32", "bfloat16", pytest.param("cut", marks=slow)])
 def test_lowered_kernels_agree_with_the_cpu_path(what):
     print(run("numerics.py", what, depth="numbers"))
 

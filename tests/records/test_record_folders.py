@@ -245,6 +245,7 @@ def baseline(tmp_path_factory):
         "--num_steps=25",
         "--warmup_steps=5",
         "--val_tokens=8192",
+        "--val_start=8192",
         "--val_every=20",
         f"--log_dir={folder}/logs",
     ]
@@ -303,11 +304,11 @@ def test_the_baseline_is_the_recipe():
 
 
 def test_the_baseline_validates_on_the_bytes_of_the_trainer():
-    """Targets 1 … val_tokens, each once."""
+    """The val_tokens targets after token val_start, each once."""
     import baseline as script
     import torch
 
-    hp = script.Hyperparameters(val_tokens=640)
+    hp = script.Hyperparameters(val_tokens=640, val_start=128)
     seen = []
 
     def model(inputs, targets):
@@ -316,7 +317,7 @@ def test_the_baseline_validates_on_the_bytes_of_the_trainer():
         return targets.double().mean()
 
     loss = script.evaluate(hp, model, np.arange(1000, dtype=np.uint16))
-    assert seen == list(range(1, 641)) and loss == pytest.approx(np.mean(seen))
+    assert seen == list(range(129, 769)) and loss == pytest.approx(np.mean(seen))
 
 
 def test_mistakes_with_the_baseline(tmp_path, monkeypatch):
