@@ -24,6 +24,7 @@ Contents, in the order in which a token travels from a shard to an updated weigh
 """
 import argparse
 import bisect
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -151,6 +152,8 @@ class Hyperparameters:
     rotary_fraction: float = 0.5        # part of a head's dimensions that is rotated
     rotary_endpoint: bool = True        # frequencies include 1/base; false: they stop one short
     softcap: float = 15.0               # logits pass through c·tanh(logits/c); 0: off
+    ngram_order: int = 0                # tokens in the longest context that is counted; 0: none
+    ngram_tokens: int = 0               # tokens to count, of those that no batch of the run reads
     # attention window, growing linearly over the run
     window_unit: str = "block"          # block (of 128), token (steps of 64), token_in_block (both)
     window_start: int = 128             # tokens, at step 0
@@ -252,7 +255,7 @@ SOFTCAP_2025_01_04 = dict(
     num_layers=12, num_heads=6, model_dim=768, mlp_ratio=4,
     value_layout="ends", value_lambdas=2, first_layer_values=False, no_attention="second_decoder",
     rotary_base=1024.0, rotary_fraction=0.5, rotary_endpoint=True, softcap=15.0,
-    window_unit="block", window_start=128, window_end=1856,
+    ngram_order=0, ngram_tokens=0, window_unit="block", window_start=128, window_end=1856,
     embed_rate=0.6, head_rate=0.008, scalar_rate=0.04, adam_beta1=0.8, adam_beta2=0.95,
     muon_rate=0.05, muon_momentum=0.95, muon_momentum_start=0.85, muon_warmup_steps=300,
     muon_lerp=True, muon_nesterov=True, muon_decay=0.0, muon_steps=5, cooldown=0.4,
@@ -290,6 +293,7 @@ AT_LEAST = dict(vocab_size=1, vocab_multiple=1, document_token=0, num_steps=1, b
                 sequence_tokens=0, segment_tokens=0, epochs=1, val_every=0, val_tokens=BLOCK,
                 val_start=0, target_loss=0, num_layers=2, num_heads=1, model_dim=4, mlp_ratio=1,
                 value_lambdas=1, rotary_base=1.001, rotary_fraction=0.001, softcap=0,
+                ngram_order=0, ngram_tokens=0,
                 window_start=1, window_end=1, embed_rate=0, head_rate=0, scalar_rate=0,
                 adam_beta1=0, adam_beta2=0, muon_rate=0, muon_momentum=0, muon_momentum_start=0,
                 muon_warmup_steps=0, muon_decay=0, muon_steps=1, cooldown=0, seed=0, log_every=1,
@@ -298,6 +302,7 @@ AT_LEAST = dict(vocab_size=1, vocab_multiple=1, document_token=0, num_steps=1, b
 AT_MOST = dict(vocab_size=2**16, vocab_multiple=2**16, num_steps=10**12, batch_tokens=10**12,
                val_tokens=10**12, val_start=10**12, epochs=10**6, num_layers=1000, num_heads=1000,
                model_dim=10**6, mlp_ratio=100, value_lambdas=2, rotary_fraction=1,
+               ngram_order=6, ngram_tokens=10**9,
                adam_beta1=0.999999, adam_beta2=0.999999, muon_momentum=0.999999,
                muon_momentum_start=0.999999, muon_steps=100, seed=2**63 - 1, timeout=10**6)
 
@@ -543,12 +548,38 @@ class Loader:
             start = lane * lane_tokens + number * self.segment_tokens + inside
             shard.read_into(tokens[micro_step, piece], start)
         shard.release_pages()
-        highest = tokens.max()
-        if highest >= self.vocab_size:
-            raise UserError(f"{shard.path}: token {highest} in its batch {number} is outside "
+        self.check_range(shard, tokens)
+        return host
+
+    def check_range(self, shard: Shard, tokens: np.ndarray) -> None:
+        if tokens.max() >= self.vocab_size:
+            raise UserError(f"{shard.path}: token {tokens.max()} is outside "
                             f"vocab_size={self.vocab_size}; the shard is damaged, or made with "
                             "another tokenizer")
-        return host
+
+    def unused(self, num_batches: int, limit: int) -> list[tuple[Shard, int, int]]:
+        """Stretches, of `limit` tokens at most, that the first `num_batches` batches do not read.
+
+        Each is (shard, start, length), and follows what is read of a lane.
+        """
+        batches_read = collections.Counter(self.locate(index)[0] for index in range(num_batches))
+        stretches = []
+        for shard in dict.fromkeys(self.shards):
+            lane_tokens = (shard.num_tokens - 1) // self.num_lanes
+            first = batches_read[shard] * self.segment_tokens + 1  # 1: the last target
+            length = min(lane_tokens - first, limit // self.num_lanes)
+            if length > 0:
+                stretches += [(shard, lane * lane_tokens + first, length)
+                              for lane in range(self.num_lanes)]
+                limit -= length * self.num_lanes
+        return stretches
+
+    def read_stretch(self, shard: Shard, start: int, length: int) -> np.ndarray:
+        tokens = np.empty(length, np.uint16)
+        shard.read_into(tokens, start)
+        shard.release_pages()
+        self.check_range(shard, tokens)
+        return tokens
 
     def next_batch(self, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
         """(inputs, targets) of each micro-step, on the device; the next batch is read meanwhile."""
@@ -619,12 +650,17 @@ class Mask(NamedTuple):
     flex_options: dict | None = None    # flex: tiles of its kernels
 
 
-def build_mask(inputs: Tensor, window: Tensor, document_token: int, segment_tokens: int,
-               attention: str, blocks_back: int, flex_options: dict | None = None) -> Mask:
+def number_documents(inputs: Tensor, document_token: int, segment_tokens: int) -> Tensor:
+    """The number of each token's document. A segment counts as a document."""
     starts = inputs == document_token
     if segment_tokens:
         starts = starts | (torch.arange(len(inputs), device=inputs.device) % segment_tokens == 0)
-    documents = starts.cumsum(0, dtype=torch.int32)
+    return starts.cumsum(0, dtype=torch.int32)
+
+
+def build_mask(inputs: Tensor, window: Tensor, document_token: int, segment_tokens: int,
+               attention: str, blocks_back: int, flex_options: dict | None = None) -> Mask:
+    documents = number_documents(inputs, document_token, segment_tokens)
     if attention == "flex":
         return Mask(window, flex_block_mask(documents, window), None, flex_options)
     blocks_back = min(blocks_back, len(inputs) // BLOCK - 1)
@@ -888,6 +924,126 @@ class Block(nn.Module):
         return x + self.down(hidden), values
 
 
+class NGrams(nn.Module):
+    """Chances of the next token by counts of n-grams; the model learns to correct them.
+
+    What follows each context of 1 to `order` tokens is counted once, before the first step: seconds
+    for a text that the model would read for an hour. Modified Kneser–Ney smoothing (Chen and
+    Goodman, 1999) joins the orders: the chance of a token is (count − discount) / total, and what
+    the discounts leave over goes to the next shorter context. Only the longest contexts count how
+    often a token follows them; the others count how many longer contexts it follows.
+
+    The table of an order has its contexts, sorted, as integers of 9 bits a token; for each of them
+    where its successors start; and the successors with their chances, the most frequent first.
+    """
+    MOST_SUCCESSORS = 32    # of a context that are kept
+
+    def __init__(self, order: int, vocab_size: int):
+        super().__init__()
+        self.order = order
+        self.register_buffer("unigrams", torch.full((vocab_size,), 1 / vocab_size),
+                             persistent=False)
+        for n in range(1, order + 1):
+            self.set_table(n, contexts=torch.full((1,), -1),  # which is none
+                           starts=torch.zeros(2, dtype=torch.int32),
+                           successors=torch.zeros(1, dtype=torch.int16),
+                           chances=torch.zeros(1, dtype=torch.float16))
+
+    def set_table(self, n: int, **table: Tensor) -> None:
+        for name, tensor in table.items():
+            self.register_buffer(f"{name}_{n}", tensor.to(self.unigrams.device), persistent=False)
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """What model.pt holds of this module: the sizes of the tables depend on the text."""
+        return dict(self.named_buffers())
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in state.items():
+            self.register_buffer(name, tensor.to(self.unigrams.device), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor, documents: Tensor) -> Tensor:
+        """The chances of every token after each input: [tokens, vocabulary]."""
+        tokens = len(inputs)
+        total = self.unigrams.expand(tokens, -1)
+        context = torch.zeros_like(inputs, dtype=torch.int64)
+        numbers = torch.arange(self.MOST_SUCCESSORS, device=inputs.device)
+        for n in range(1, self.order + 1):
+            contexts, starts, successors, chances = (
+                getattr(self, f"{name}_{n}")
+                for name in ("contexts", "starts", "successors", "chances"))
+            context = context << 9 | F.pad(inputs, (n - 1, 0))[:tokens]  # with one token more
+            in_document = documents == F.pad(documents, (n - 1, 0), value=-1)[:tokens]
+            row = torch.searchsorted(contexts, context).clamp(max=len(contexts) - 1)
+            found = in_document & (contexts[row] == context)
+            entry = starts[row][:, None] + numbers
+            exists = found[:, None] & (entry < starts[row + 1][:, None])
+            entry = entry.clamp(max=len(successors) - 1)
+            chance = torch.where(exists, chances[entry].float(), 0.0)
+            left_over = (1 - chance.sum(dim=1, keepdim=True)).clamp(min=1e-4)
+            total = (total * left_over).scatter_add(1, successors[entry].long(), chance)
+        return total
+
+    def count(self, loader: Loader, num_batches: int, limit: int) -> int:
+        """Fill the tables from what the batches do not read. Returns the number of tokens."""
+        stretches = loader.unused(num_batches, limit)
+        keys = np.zeros(sum(length for _, _, length in stretches), np.int64)
+        end = 0
+        for shard, start, length in stretches:
+            tokens = loader.read_stretch(shard, start, length)
+            key = keys[end:end + max(0, length - self.order)]
+            for back in (*range(1, self.order + 1), 0):  # the context from its end, the successor
+                key <<= 9
+                key |= tokens[self.order - back:length - back]
+            end += len(key)
+        keys, counts = count_equal(keys[:end])
+        if end == 0:
+            return 0
+        for n in range(self.order, 0, -1):
+            self.set_table(n, **self.tabulate(keys, counts))
+            keys, counts = count_equal(keys >> 18 << 9 | keys & 511)  # without the oldest token
+        unigrams = np.full(len(self.unigrams), 0.5)
+        unigrams[keys] += counts
+        self.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
+        return sum(length for _, _, length in stretches)
+
+    def tabulate(self, keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
+        """The table of an order from its (context, successor) pairs and their counts."""
+        contexts, num_successors = count_equal(keys >> 9)
+        row = np.repeat(np.arange(len(contexts)), num_successors)
+        highest = 2**24 - 1
+        rarity = highest - np.minimum(counts, highest)
+        pairs = np.sort(row << 33 | rarity << 9 | keys & 511)  # by context, the most frequent first
+        counts = highest - (pairs >> 9 & highest)
+        starts = np.cumsum(num_successors) - num_successors
+        totals = np.add.reduceat(counts, starts)
+        chances = (counts - discounts(counts)) / totals[row]
+        kept = np.arange(len(pairs)) - starts[row] < self.MOST_SUCCESSORS
+        starts = np.cumsum(np.minimum(num_successors, self.MOST_SUCCESSORS))
+        return dict(contexts=torch.from_numpy(contexts),
+                    starts=torch.from_numpy(np.append(0, starts).astype(np.int32)),
+                    successors=torch.from_numpy((pairs[kept] & 511).astype(np.int16)),
+                    chances=torch.from_numpy(chances[kept].astype(np.float16)))
+
+
+def discounts(counts: np.ndarray) -> np.ndarray:
+    """Of modified Kneser–Ney, for each count, by how many of them are 1, 2, 3 and 4."""
+    ones, twos, threes, fours = (max(1, np.count_nonzero(counts == count))
+                                 for count in (1, 2, 3, 4))
+    y = ones / (ones + 2 * twos)
+    of_count = [0, 1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes]
+    return np.clip(of_count, 0.1, [1, 0.9, 1.9, 2.9])[np.minimum(counts, 3)]
+
+
+def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different values, sorted, and how often each is there. Sorts its argument."""
+    values.sort()
+    is_first = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=is_first[1:])
+    first = np.flatnonzero(is_first)
+    return values[first], np.diff(first, append=len(values))
+
+
 class GPT(nn.Module):
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.float32,
                  attention: str = "banded", flex_options: dict | None = None):
@@ -905,6 +1061,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(hp.num_layers))
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers - hp.num_layers // 2))
         self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
+        self.ngrams = None
+        if hp.ngram_order:
+            self.ngrams = NGrams(hp.ngram_order, hp.padded_vocab)
+            self.ngram_embed = nn.Embedding(hp.padded_vocab, hp.model_dim)  # of the next token
+            self.ngram_gate = Linear(hp.model_dim, 1, zero=True)
+            nn.init.zeros_(self.ngram_embed.weight)
         if hp.bf16_embeddings and dtype == torch.bfloat16:
             self.embed.bfloat16()
             self.value_embeds.bfloat16()
@@ -917,7 +1079,12 @@ class GPT(nn.Module):
         segment_tokens = hp.segment_tokens if self.training else 0  # validation is contiguous
         mask = build_mask(inputs, window, hp.document_token, segment_tokens, self.attention,
                           max_blocks_back(hp), self.flex_options)
-        x = x0 = norm(self.embed(inputs).to(self.dtype))
+        x = self.embed(inputs).to(self.dtype)
+        if self.ngrams is not None:
+            documents = number_documents(inputs, hp.document_token, segment_tokens)
+            chances = self.ngrams(inputs, documents)
+            x = x + chances.type_as(x) @ self.ngram_embed.weight.type_as(x)
+        x = x0 = norm(x)
         value_embeddings = [table(inputs).to(self.dtype).view(len(x), hp.num_heads, -1)
                             for table in self.value_embeds]
         skips = []
@@ -939,6 +1106,8 @@ class GPT(nn.Module):
             logits = self.head(x).float()
         if hp.softcap:
             logits = hp.softcap * torch.tanh(logits / hp.softcap)
+        if self.ngrams is not None:
+            logits = logits + (1 + torch.tanh(self.ngram_gate(x).float())) * chances.log()
         return logits if targets is None else F.cross_entropy(logits, targets)
 
 
@@ -1129,9 +1298,9 @@ def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
     rates = dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
     groups = {kind: dict(lr=lr, params={}) for kind, lr in rates.items()}
     for name, p in model.named_parameters():
-        if name.startswith(("embed.", "value_embeds.")):
+        if name.startswith(("embed.", "value_embeds.", "ngram_embed.")):
             kind = "embed"
-        elif name.startswith("head."):
+        elif name.startswith(("head.", "ngram_gate.")):
             kind = "head"
         elif p.ndim < 2:
             kind = "scalar"
@@ -1184,8 +1353,10 @@ def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 128) -> nn.M
     if hardware.world_size == 1:
         return model
     device_ids = [hardware.device] if hardware.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, forward_sync_buffers=False,
-                                   gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    # init_sync: the ranks start alike by their seed, and check_ranks_agree compares them
+    return DistributedDataParallel(model, device_ids=device_ids, init_sync=False,
+                                   forward_sync_buffers=False, gradient_as_bucket_view=True,
+                                   bucket_cap_mb=bucket_mb)
 
 
 class Trainer:
@@ -1322,6 +1493,11 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
     start_step = restore(trainer, clock, run.checkpoint) if run.checkpoint else 0
     check_ranks_agree(trainer, start_step)
     log = Logger(run, hp, hardware, data)
+    if hp.ngram_order and start_step == 0:
+        clock.switch("train")
+        counted = trainer.model.ngrams.count(data.train, hp.num_steps, hp.ngram_tokens)
+        log.write(f"counted n-grams in {counted:,} tokens in {clock.now()['train']:.0f}ms")
+        clock.switch(None)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     log.write(f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens")
     if hardware.compile:
@@ -1915,11 +2091,12 @@ def check_ranks_agree(trainer: Trainer, step: int) -> None:
     world_size = trainer.hardware.world_size
     if world_size == 1:
         return
-    integers = {2: torch.int16, 4: torch.int32}
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     settings = zlib.crc32(repr(as_dict(trainer.hp)).encode())
     values = {"the step": torch.tensor(step), "the hyperparameters": torch.tensor(settings)}
-    for name, p in trainer.model.named_parameters():
-        values[f"parameter {name}"] = p.view(integers[p.element_size()]).sum()
+    tables = trainer.model.ngrams.named_buffers() if trainer.model.ngrams else ()
+    for name, x in (*trainer.model.named_parameters(), *tables):
+        values[f"parameter {name}"] = x.view(integers[x.element_size()]).sum()
     own = torch.stack([value.to(trainer.hardware.device) for value in values.values()])
     everyone = own.repeat(world_size)
     dist.all_gather_single(everyone, own)
@@ -2018,6 +2195,7 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float
     fixed = 5 * (embeddings + head)             # weights, gradients twice, two moments
     fixed += 3 * matrices                       # weights, gradients twice
     fixed += matrices / hardware.world_size     # momentum, shared among the ranks
+    fixed += 3 * hp.ngram_tokens                # tables of n-grams
     per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim          # activations kept for the backward
     if hardware.attention == "banded" and hardware.device.type != "cpu":
         band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
@@ -2336,6 +2514,10 @@ def validate(hp: Hyperparameters) -> None:
         if hp.segment_tokens:
             need(sequence % hp.segment_tokens == 0, "segment_tokens",
                  f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
+    if hp.ngram_order:
+        need(hp.padded_vocab <= 512, "ngram_order", "0 with more than 512 tokens: contexts are "
+             "integers of 9 bits a token")
+        need(hp.ngram_tokens > 0, "ngram_tokens", "the number of tokens to count, such as 1e7")
     need(hp.document_token < hp.vocab_size, "document_token",
          f"less than vocab_size={hp.vocab_size}")
     need(all(layer in range(hp.num_layers) for layer in hp.layers_without_attention),

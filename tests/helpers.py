@@ -197,8 +197,10 @@ class Result:
 
 
 def equal(one: dict, other: dict) -> bool:
-    """The same tensors, bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    """The same tensors, bit for bit; a module may keep a dict of its own among them."""
+    return one.keys() == other.keys() and all(
+        equal(one[name], other[name]) if isinstance(one[name], dict)
+        else torch.equal(one[name], other[name]) for name in one)
 
 
 class BackgroundRun:

@@ -4,8 +4,10 @@ Ratios only, each against a reference that is measured interleaved in the same r
 """
 import argparse
 import contextlib
+import functools
 import io
 import itertools
+import re
 import sys
 import tempfile
 import time
@@ -17,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
-from helpers import make_data, make_trainer, write_shard  # noqa: E402
+from helpers import make_data, make_trainer, run, write_shard  # noqa: E402
 
 import train_gpt  # noqa: E402
 
@@ -73,6 +75,58 @@ def bench_step(folder: Path) -> list[tuple]:
         rows.append((f"training step, {name}: model FLOP/s over fp32 matmul FLOP/s",
                      step_flops / product_flops, ">=", bounds[name]))
     return rows
+
+
+# ---- how cost grows ----
+
+SWEEPS = {  # what is varied: its values, and the options for one of them
+    "width": ((64, 128, 256), lambda n: [f"--model_dim={n}", f"--num_heads={n // 32}"]),
+    "depth": ((2, 4, 8), lambda n: [f"--num_layers={n}"]),
+    "sequence length": ((2048, 4096, 8192), lambda n: [f"--sequence_tokens={n}",
+                                                       f"--batch_tokens={n}"]),
+    "window": ((256, 512, 1024), lambda n: ["--segment_tokens=4096", f"--window_start={n}",
+                                            f"--window_end={n}"])}
+
+
+def exponent(sizes: tuple, costs: list[float]) -> float:
+    """Of the power law through the costs: the slope on logarithmic axes."""
+    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+
+
+def bench_scaling(folder: Path) -> list[tuple]:
+    """Exponents of the time per token; its FLOPs may not grow more slowly, with some tolerance."""
+    data = make_data(folder, vocab_size=257, tokens=400_000, document_token=256)
+    base = ["--preset=laptop", "--device=cpu", *data, "--val_tokens=8192", "--val_start=0",
+            "--num_steps=40"]
+    rows = []
+    for name, (sizes, options_of) in SWEEPS.items():
+        steps = {}
+        flops = []
+        for size in sizes:
+            trainer = make_trainer(train_gpt.parse_command_line([*base, *options_of(size)]))
+            batch = trainer.data.train.next_batch()
+            steps[str(size)] = functools.partial(trainer.step, batch, 0)
+            flops.append((trainer.hp.batch_tokens, model_flops(trainer.hp, trainer.model)))
+        times = interleaved(**steps)
+        measured = exponent(sizes, [times[str(size)] / tokens
+                                    for size, (tokens, _) in zip(sizes, flops)])
+        predicted = exponent(sizes, [total / tokens for tokens, total in flops])
+        rows.append((f"time per token, exponent of the {name} over {sizes[0]} … {sizes[-1]} (that "
+                     f"of the FLOPs: {predicted:.2f})", measured, "<=", round(predicted + 0.2, 2)))
+    ranks = (1, 2)
+    rounds = [[step_ms(base, number) for number in ranks] for _ in range(3)]
+    best = np.min(rounds, axis=0)
+    rows.append(("time per token, exponent of the ranks over 1 … 2, one thread each (at best -1)",
+                 exponent(ranks, best), "<=", None))
+    return rows
+
+
+def step_ms(options: list[str], ranks: int) -> float:
+    """Of a run in processes of its own, without its first steps."""
+    process = run([*options, "--num_steps=12", "--sequence_tokens=2048", "--log_every=1",
+                   "--save_model=false", "--sample_tokens=0"], ranks)
+    times = [int(ms) for ms in re.findall(r"train_loss:\S+ train_time:(\d+)ms", process.stdout)]
+    return (times[-1] - times[3]) / (len(times) - 4)
 
 
 # ---- attention ----
@@ -231,8 +285,8 @@ def bench_tokenizing(folder: Path) -> list[tuple]:
             for name, ratio in ratios.items()]
 
 
-BENCHMARKS = {"step": bench_step, "attention": bench_attention, "muon": bench_muon,
-              "loader": bench_loader, "tokenizing": bench_tokenizing,
+BENCHMARKS = {"step": bench_step, "scaling": bench_scaling, "attention": bench_attention,
+              "muon": bench_muon, "loader": bench_loader, "tokenizing": bench_tokenizing,
               "checkpoint": bench_checkpoint}
 
 
