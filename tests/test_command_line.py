@@ -26,7 +26,7 @@ from helpers import (
 import train_gpt
 from train_gpt import (
     LAPTOP,
-    LAPTOP_LAYOUT,
+    LAPTOP_ARCHITECTURE,
     MAY_CHANGE_ON_RESUME,
     PRESETS,
     Hyperparameters,
@@ -115,7 +115,7 @@ def test_of_two_values_the_later_wins():
 
 def test_the_fields_of_presets_exist_and_have_their_type():
     assert set(PRESETS) >= {"h100", "laptop", *DATED}
-    for fields in (*PRESETS.values(), LAPTOP_LAYOUT):
+    for fields in (*PRESETS.values(), LAPTOP_ARCHITECTURE):
         assert set(fields) <= set(FIELDS)
         for name, value in fields.items():
             assert isinstance(value, FIELDS[name].type), name
@@ -132,7 +132,7 @@ def test_a_dated_preset_states_every_field_that_can_change_the_training(preset):
 
 
 def with_laptop_layout(*presets: str) -> dict:
-    return LAPTOP_LAYOUT if "laptop" in presets else {}
+    return LAPTOP_ARCHITECTURE if "laptop" in presets else {}
 
 
 @pytest.mark.parametrize("first, second", [

@@ -1,4 +1,4 @@
-"""The tables of n-grams: what they count, what they say, and that they are part of the model."""
+"""What the model is told beside the token: the tables of n-grams, and what followed before."""
 import collections
 import math
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import train_gpt
 from train_gpt import Loader, NGrams
 
-NGRAMS = ["--ngram_order=3", "--ngram_tokens=10000"]
+NGRAMS = ["--ngram_order=3", "--ngram_tokens=10000", "--copy_lengths=(2,4)"]
 
 
 def text(length: int, vocab_size: int, seed: int = 0) -> np.ndarray:
@@ -137,6 +137,37 @@ def test_what_is_counted_is_in_no_batch(tmp_path_factory, sizes, steps, segment,
         assert len(counted) >= sum(sizes) - 6 * len(sizes)  # nearly all: ends of lanes
 
 
+# ---- what followed before ----
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.integers(1, 4),
+       st.lists(st.booleans(), min_size=60, max_size=60))
+def test_last_followers_are_those_of_a_search(tokens, length, starts):
+    documents = np.cumsum(starts)[:len(tokens)].tolist()
+    suggested, found = train_gpt.last_followers(torch.tensor(tokens).int(),
+                                                torch.tensor(documents).int(), length)
+    for here in range(len(tokens)):
+        expected = None
+        for there in range(length - 1, here):
+            same = tokens[there + 1 - length:there + 1] == tokens[here + 1 - length:here + 1]
+            if same and documents[there + 1 - length] == documents[here]:
+                expected = tokens[there + 1]
+        assert found[here] == (expected is not None)
+        if expected is not None:
+            assert suggested[here] == expected
+
+
+def test_every_part_of_the_model_learns(tmp_path):
+    """After two steps no parameter is where it was, and the gates have opened."""
+    hp = train_gpt.parse_command_line([*TINY, *NGRAMS, *make_data(tmp_path)])
+    trainer = make_trainer(hp)
+    trainer.model.ngrams.count(trainer.data.train, hp.num_steps, hp.ngram_tokens)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    train_steps(trainer, 3)
+    for name, p in trainer.model.named_parameters():
+        if "ngram" in name or "copy" in name:
+            assert not torch.equal(p, before[name]), name
+
+
 # ---- in a run ----
 
 @pytest.fixture(scope="module")
@@ -196,7 +227,9 @@ def test_compiled_it_computes_the_same(tmp_path):
 @pytest.mark.parametrize("options, sentence", [
     (["--vocab_size=600"], "--ngram_order=3: expected 0 with more than 512 tokens"),
     (["--ngram_tokens=0"], "--ngram_tokens=0: expected the number of tokens to count"),
-    (["--ngram_order=7"], "--ngram_order=7: expected at most 6")])
+    (["--ngram_order=7"], "--ngram_order=7: expected at most 6"),
+    (["--copy_lengths=(0,)"], r"--copy_lengths=\(0,\): expected lengths from 1 to 64"),
+    (["--copy_lengths=4"], "--copy_lengths: '4' is not a tuple of whole numbers, such as")])
 def test_what_cannot_be_counted(options, sentence):
     with pytest.raises(train_gpt.UserError, match=sentence):
         train_gpt.parse_command_line([*TINY, *NGRAMS, *options])
