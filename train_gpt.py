@@ -11,7 +11,7 @@ Contents, in the order in which a token travels from a shard to an updated weigh
     2  hardware               device, number types, compiler
     3  data                   memory-mapped token shards, batches
     4  masks and attention    causal ∧ same document ∧ within the window; FlexAttention, banded
-    5  model                  the U-Net GPT with value embeddings
+    5  model                  the U-Net GPT with value embeddings; n-gram tables, copies
     6  Muon and schedules     Newton–Schulz, Muon, learning rate, momentum, parameter groups
     7  the step and the loop  one optimizer step; warm-up; the whole run
   around the loop:
@@ -928,6 +928,8 @@ class Block(nn.Module):
         return x + self.down(hidden), values
 
 
+# ── what counts, and the text so far, suggest as the next token ───────────────────────────────────
+
 class NGrams(nn.Module):
     """Chances of the next token by counts of n-grams; the model learns to correct them.
 
@@ -1075,6 +1077,8 @@ def last_followers(inputs: Tensor, documents: Tensor, length: int) -> tuple[Tens
     earlier[order[1:]] = torch.where(repeated, order[:-1], -1)
     return inputs[(earlier + 1).clamp(max=tokens - 1)].long(), earlier >= 0
 
+
+# ── the whole model ───────────────────────────────────────────────────────────────────────────────
 
 class GPT(nn.Module):
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.float32,
@@ -2235,8 +2239,10 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float
     attention_layers = hp.num_layers - len(hp.layers_without_attention)
     embeddings = (1 + num_tables) * rows * hp.model_dim * (itemsize if hp.bf16_embeddings else 4)
     head = 4 * hp.padded_vocab * hp.model_dim
+    num_suggestions = len(hp.copy_lengths) + (1 if hp.ngram_order else 0)
+    suggestions = 4 * num_suggestions * (hp.padded_vocab + 1) * hp.model_dim    # a table, a gate
     matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
-    fixed = 5 * (embeddings + head)             # weights, gradients twice, two moments
+    fixed = 5 * (embeddings + head + suggestions)   # weights, gradients twice, two moments
     fixed += 3 * matrices                       # weights, gradients twice
     fixed += matrices / hardware.world_size     # momentum, shared among the ranks
     fixed += 3 * hp.ngram_tokens                # tables of n-grams

@@ -465,7 +465,7 @@ def write_shards(options, settings: Settings, shards: ShardSet) -> tuple[dict, l
     return shards.commit(source_of(options), val=options.val, report=counts), notes
 
 
-def training_options(manifest: dict, tokenizer: str) -> dict[str, int]:
+def training_options(manifest: dict, tokenizer: str) -> dict:
     """Options with which the trainer runs on these shards, a few minutes on a CPU at most.
 
     The trainer's rules: val_tokens and batch_tokens are multiples of sequence_tokens, which is a
@@ -491,7 +491,7 @@ def training_options(manifest: dict, tokenizer: str) -> dict[str, int]:
                "sequence_tokens": sequence, "segment_tokens": segment,
                "val_start": 0, "target_loss": 0}
     if tokenizer == "gpt2":
-        options["vocab_multiple"] = 128
+        options |= {"vocab_multiple": 128, "ngram_order": 0, "copy_lengths": "()"}
     if val:
         sequences = sum((tokens - 1) // sequence for tokens in val)
         options["val_tokens"] = min(sequences, 2**18 // sequence) * sequence
@@ -509,7 +509,7 @@ def training_command(options, manifest: dict, prefix: str) -> str:
     if options.val:
         words.append(f"--val_files={shlex.quote(pattern + '_val_*.bin')}")
     for name, value in training_options(manifest, options.tokenizer).items():
-        words.append(f"--{name}={value}")
+        words.append(f"--{name}={shlex.quote(str(value))}")
     return " ".join(words)
 
 

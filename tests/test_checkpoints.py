@@ -1,5 +1,6 @@
 """Checkpoints and resume: nothing lost, nothing executed, no history overwritten."""
 import errno
+import re
 import resource
 import shutil
 import signal
@@ -351,7 +352,8 @@ def test_what_is_in_a_checkpoint(whole):
         assert state["step"] == state["batch_index"] == step
         assert state["hyperparameters"]["num_steps"] == 6
         momentum = [entry["momentum_buffer"] for entry in state["muon"]["state"].values()]
-        assert len(momentum) + len(state["adam"]["state"]) == len(state["model"])
+        parameters = [x for x in state["model"].values() if isinstance(x, torch.Tensor)]
+        assert len(momentum) + len(state["adam"]["state"]) == len(parameters)
         if step > 2:  # the first gradients of most matrices are zero
             assert all(buffer.any() for buffer in momentum)
 
@@ -459,12 +461,12 @@ def test_a_gradient_that_is_not_finite_stops_before_the_optimizers_and_names_its
     before_step(monkeypatch, 5, poison)
     assert train_gpt.main([f"--resume={folder}", "--save_every=1"]) == 2
     error = capsys.readouterr().err
-    assert "the loss of step 6 is 3." in error
+    assert re.search(r"the loss of step 6 is \d\.\d+: gradient of blocks.1.up.weight", error)
     assert ": gradient of blocks.1.up.weight is not finite; the batch is 5, number 5 of " in error
     assert "train_000000.bin; lower the rates" in error
     state = torch.load(train_gpt.checkpoints(folder)[-1], weights_only=True)
     assert state["step"] == 5
-    assert all(x.isfinite().all() for x in state["model"].values())
+    assert all(x.isfinite().all() for x in state["model"].values() if isinstance(x, torch.Tensor))
 
 
 def test_no_checkpoint_is_made_of_parameters_that_are_not_finite(data, tmp_path):

@@ -70,7 +70,7 @@ def refused(arguments: list[str], capsys, *expected: str, module=train_gpt) -> N
 # ---- what is accepted ----
 
 def test_every_field_has_a_kind_that_can_be_parsed():
-    assert {field.type for field in FIELDS.values()} <= {int, float, str, bool, str | tuple}
+    assert {field.type for field in FIELDS.values()} <= {int, float, str, bool, tuple, str | tuple}
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("preset", "sample")])
@@ -92,6 +92,7 @@ def test_every_default_can_be_written_on_the_command_line(name):
     ("--run_id=My_run.2+x-1", "run_id", "My_run.2+x-1"),
     ("--log_dir=some folder", "log_dir", "some folder"),
     ("--no_attention=(3)", "no_attention", (3,)), ("--no_attention=()", "no_attention", ()),
+    ("--copy_lengths=(2, 4)", "copy_lengths", (2, 4)),
     ("--no_attention=none", "no_attention", "none"),
     ("--seed=12345678901234567", "seed", 12345678901234567),
     (f"--seed={2**63 - 1}", "seed", 2**63 - 1),
@@ -182,7 +183,7 @@ def listed_by_the_log(hp: Hyperparameters) -> dict[str, str]:
     lines = train_gpt.describe_preset(hp)
     assert max(map(len, lines)) <= 100
     text = " ".join(lines).removeprefix(f"preset {hp.preset} sets ")
-    return dict(entry.split("=", 1) for entry in text.split(", ") if entry != "nothing")
+    return dict(re.findall(r"(\w+)=(\(.*?\)|[^,]*)", text))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -201,7 +202,7 @@ def test_a_log_lists_what_the_preset_changes(data, capsys):
     log = Result(parse_log_dir(data) / "listed").log
     lines = train_gpt.describe_preset(parse_command_line(arguments))
     assert "\n".join(lines) + "\n" in log
-    assert "target_loss=1.8" in "\n".join(lines)
+    assert "target_loss=1.2" in "\n".join(lines)
     assert "\n".join(lines) in capsys.readouterr().out
 
 
@@ -290,9 +291,10 @@ def test_an_edited_device_is_used_and_decides_the_preset(edited, monkeypatch):
 
 
 def test_an_edit_of_the_laptop_run_is_used(edited):
-    module = edited(("num_steps=320, batch_tokens=4096", "num_steps=321, batch_tokens=8192"),
-                    ('value_layout="per_layer", no_attention="none")',
-                     'value_layout=(0, 1, 1, 0), no_attention=(2,))'))
+    module = edited(("num_steps=500, batch_tokens=4096", "num_steps=321, batch_tokens=8192"),
+                    ("num_layers=2, num_heads=2", "num_layers=4, num_heads=2"),
+                    ('    value_layout="per_layer", no_attention="none",',
+                     '    value_layout=(0, 1, 1, 0), no_attention=(2,),'))
     hp = module.resolve(dict(preset="laptop"))
     assert (hp.num_steps, hp.batch_tokens) == (321, 8192)
     assert hp.value_tables == (0, 1, None, 0) and hp.layers_without_attention == (2,)
@@ -351,8 +353,9 @@ def test_a_comment_may_be_edited_or_left_out(edited, capsys, ending):
 
 
 def test_help_shows_layouts_that_are_tuples(edited, capsys):
-    module = edited(('value_layout="per_layer", no_attention="none")',
-                     'value_layout=(0, 1, 1, 0), no_attention=())'))
+    module = edited(("num_layers=2, num_heads=2", "num_layers=4, num_heads=2"),
+                    ('    value_layout="per_layer", no_attention="none",',
+                     '    value_layout=(0, 1, 1, 0), no_attention=(),'))
     assert module.main(["--help"]) == 0
     assert "--value_layout (0, 1, 1, 0)" in capsys.readouterr().out
 

@@ -409,6 +409,7 @@ def mock_inductor(depth: str) -> None:
     config.use_static_triton_launcher = False   # through Triton's CompiledKernel, and so our driver
     config.force_disable_caches = True
     config.benchmark_epilogue_fusion = False    # fuse without timing it
+    config.shape_padding = False                # pads odd matrices where timing says that it pays
     CachingAutotuner.bench = always(1.0)        # no timing: all compile, the first wins
     compile_without_pipelining = CachingAutotuner.compile_by_disabling_pipelining
     precompile = CachingAutotuner.precompile
@@ -622,7 +623,7 @@ class StandInDDP(torch.nn.Module):
     in order. During the forward pass Dynamo is told so: its DDPOptimizer cuts the graph as for DDP.
     """
 
-    def __init__(self, module, device_ids=None, forward_sync_buffers=True,
+    def __init__(self, module, device_ids=None, init_sync=True, forward_sync_buffers=True,
                  gradient_as_bucket_view=False, bucket_cap_mb=25, static_graph=False):
         super().__init__()
         import torch.distributed as dist
@@ -633,8 +634,9 @@ class StandInDDP(torch.nn.Module):
         self.sync = True
         self.waiting = []
         parameters = [p for p in module.parameters() if p.requires_grad]
-        for tensor in (*parameters, *module.buffers()):  # the real one packs them: the same bytes
-            dist.broadcast(tensor.detach(), 0)
+        if init_sync:
+            for tensor in (*parameters, *module.buffers()):  # the real one packs them
+                dist.broadcast(tensor.detach(), 0)
         caps = [self.bucket_bytes_cap, self.bucket_bytes_cap]
         if bucket_cap_mb == 25:
             caps[0] = dist._DEFAULT_FIRST_BUCKET_BYTES

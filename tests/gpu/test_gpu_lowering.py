@@ -51,6 +51,11 @@ def test_h100_step_with_the_head_in_float8(attention):
 
 
 @slow
+def test_laptop_step_with_its_tables_and_copies():
+    check(lower("H100", "--preset=laptop", "--device=cuda", depth="ptx"))
+
+
+@slow
 def test_h100_step_at_full_size():
     seen = lower("H100", depth="all")
     check(seen)
