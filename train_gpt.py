@@ -1813,7 +1813,8 @@ class Saver:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             if not self.failed:
-                warn(f"{path} could not be written ({reason_of(error)})")
+                reason = error.__context__ or error  # behind PyTorch's RuntimeError, the disk's
+                warn(f"{path} could not be written ({reason_of(reason)})")
             self.failed = True
 
 
