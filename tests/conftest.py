@@ -39,7 +39,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: item.path.parent.name != "gpu")  # the longest first
+    longest_first = ("gpu", "test_training.py", "test_faults.py", "test_check.py", "test_launch.py")
+    items.sort(key=lambda item: not {item.path.parent.name, item.path.name} & {*longest_first})
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:
