@@ -70,9 +70,12 @@ def between(text: str, marker: str, contents: str, where: Path) -> str:
 
 
 def without_source(run: Run) -> bytes:
-    """The log with one line in place of its source."""
+    """The log with one line in place of its source, and paths relative to its checkout."""
     separator = b"\n" + SEPARATOR + b"\n"
     rest = run.path.read_bytes().replace(b"\r\n", b"\n").split(separator, 1)[1]
+    for folder in run.path.resolve().parents:
+        if (folder / "train_gpt.py").exists():
+            rest = rest.replace(f"{folder}/".encode(), b"")
     return f"source: {SOURCE_FILE} sha256 {run.source_sha256}".encode() + separator + rest
 
 
@@ -118,6 +121,8 @@ def record_readme(date: str, name: str, verdict: Verdict, change: str | None) ->
     first = verdict.runs[0]
     reached = "reaches" if verdict.proven else "does not provably reach"
     command = plain(first.header_line("command") or "unknown")
+    command = re.sub(r" --(seed|log_dir|run_id)=\S*", "", command)  # each run's own
+    command = re.sub(r"^/\S*/", "", command)
     times = f" in {mean(verdict.times_s):.1f} s of training" if verdict.times_s else ""
     return "\n".join(
         [

@@ -68,6 +68,7 @@ def laptop_run(folder: Path, options: list[str]) -> tuple[list[str], list[str]]:
                     for kind in ("train", "val")]
     base = ["--preset=laptop", "--device=cpu", "--batch_tokens=4096", "--sequence_tokens=2048",
             "--segment_tokens=512", "--val_tokens=65536", "--val_start=0", "--val_every=40",
+            "--ngram_tokens=1000000",  # small tables: a checkpoint every few steps
             "--log_every=1", "--save_every=5", *options]
     return base, data
 

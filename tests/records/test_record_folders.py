@@ -78,6 +78,15 @@ def test_a_stored_log_says_what_the_log_said(record, tmp_path):
     assert stored.name == "2026-01-02_Muon/seed_3" and stored.date == "2026-01-02"
 
 
+def test_a_stored_log_does_not_say_where_its_checkout_was(tool, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/train_gpt.py").touch()
+    logs = write_runs(tmp_path / "there/logs/x", log_dir=f"'{tmp_path}/there/logs/x'")
+    assert tool("new", "There", logs, "--date=2026-01-02").returncode == 0
+    stored = (tmp_path / "repo/records/2026-01-02_There/seed_1.txt").read_text()
+    assert "log_dir: 'logs/x'" in stored and str(tmp_path) not in stored
+
+
 def test_a_stored_source_that_was_edited_is_not_replayed(record, tool):
     (record / "source.py").write_text("print('another')\n")
     assert "nothing to run" in made.one_sentence(tool("replay", record / "seed_1.txt", "--yes"))
