@@ -48,7 +48,7 @@ class Hyperparameters:
     val_every: int = 0  # steps between validations; 0: only at the end
     val_tokens: int = 2**19  # tokens to validate on, always the same
     val_start: int = 2**19  # the first of them
-    target_loss: float = 2.05  # nats per token
+    target_loss: float = 2.07  # nats per token
     num_layers: int = 4
     num_heads: int = 4
     model_dim: int = 128
