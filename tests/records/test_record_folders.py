@@ -232,7 +232,7 @@ def test_the_history_has_the_published_records_and_ours(record, tool, tmp_path):
     from plots import read_history
 
     rows = read_history(tmp_path / "repo/records")
-    assert [row["seconds"] for row in rows if row["name"] == "Muon"] == [1.0] and len(rows) == 8
+    assert [row["seconds"] for row in rows if row["name"] == "Muon"] == [1.0] and len(rows) == 13
     assert tool("plot", "--history", "-o", tmp_path / "h.png").returncode == 0
 
 
