@@ -4,6 +4,7 @@ black."""
 import csv
 import datetime
 import math
+import re
 import os
 from pathlib import Path
 
@@ -110,7 +111,8 @@ def group_label(runs: list[Run]) -> str:
     folder = names[0][0]
     if not folder or any(name[0] != folder for name in names):
         folder = runs[0].path.parent.name
-    return f"{folder} ({len(runs)} seeds)"
+    name = re.sub(r"^\d{4}-\d\d-\d\d_", "", folder)  # of a record
+    return f"{name} ({len(runs)} seeds)"
 
 
 def draw_group(axis, runs: list[Run], x: str, colour: str, label: str) -> list[tuple]:
@@ -127,7 +129,7 @@ def draw_group(axis, runs: list[Run], x: str, colour: str, label: str) -> list[t
             color=colour,
             linewidth=1.0 if has_line else 1.6,
             alpha=0.45 if has_line else 0.9,
-            label=None if has_line else f"{label}, training loss",
+            label=None if has_line else label,
         )
         if len(runs) > 1 and not has_line:
             axis.fill_between(places, lowest, highest, color=colour, alpha=0.2, linewidth=0)
@@ -147,7 +149,7 @@ def draw_group(axis, runs: list[Run], x: str, colour: str, label: str) -> list[t
             markersize=6,
             capsize=3 if len(runs) > 1 else 0,
             linestyle="",
-            label=f"{label}, validation loss",
+            label=None if training else label,
         )
     return validation if has_line or not training else training + validation
 
@@ -254,10 +256,10 @@ def plot_runs(runs: list[Run], x: str, target: float, output: Path) -> None:
         mark_target(axis, groups, x, target, colours)
     zoom(axis, curves, target)
     axis.set_xlabel(AXES[x], fontsize=11)
-    axis.set_ylabel("loss (nats per token)", fontsize=11)
+    axis.set_ylabel("loss (nats per token); dots: validation", fontsize=11)
     if x == "tokens":
         axis.xaxis.set_major_formatter(FuncFormatter(tick_text))
-    legend(axis)
+    legend(axis, "best")
     save(figure, output)
 
 
