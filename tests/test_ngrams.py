@@ -180,7 +180,7 @@ def whole(tmp_path_factory) -> Result:
 
 
 def test_the_model_starts_with_what_was_counted(whole):
-    assert "counted n-grams in 10,000 tokens in " in whole.log
+    assert "counted n-grams in 9,996 tokens in " in whole.log  # of 12 lanes, 833 each
     assert whole.val_losses[0] < 1.5 < math.log(64)  # one of three tokens follows: log 3
 
 
