@@ -552,12 +552,12 @@ class Loader:
             start = lane * lane_tokens + number * self.segment_tokens + inside
             shard.read_into(tokens[micro_step, piece], start)
         shard.release_pages()
-        self.check_range(shard, tokens)
+        self.check_range(shard, tokens, f"its batch {number}")
         return host
 
-    def check_range(self, shard: Shard, tokens: np.ndarray) -> None:
+    def check_range(self, shard: Shard, tokens: np.ndarray, where: str) -> None:
         if tokens.max() >= self.vocab_size:
-            raise UserError(f"{shard.path}: token {tokens.max()} is outside "
+            raise UserError(f"{shard.path}: token {tokens.max()} in {where} is outside "
                             f"vocab_size={self.vocab_size}; the shard is damaged, or made with "
                             "another tokenizer")
 
@@ -582,7 +582,7 @@ class Loader:
         tokens = np.empty(length, np.uint16)
         shard.read_into(tokens, start)
         shard.release_pages()
-        self.check_range(shard, tokens)
+        self.check_range(shard, tokens, f"the {length} tokens from {start} on")
         return tokens
 
     def next_batch(self, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -956,8 +956,7 @@ class NGrams(nn.Module):
                            chances=torch.zeros(1, dtype=torch.float16))
 
     def set_table(self, n: int, **table: Tensor) -> None:
-        for name, tensor in table.items():
-            self.register_buffer(f"{name}_{n}", tensor.to(self.unigrams.device), persistent=False)
+        self.set_extra_state({f"{name}_{n}": tensor for name, tensor in table.items()})
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """What model.pt holds of this module: the sizes of the tables depend on the text."""
@@ -1153,9 +1152,10 @@ class GPT(nn.Module):
             logits = hp.softcap * torch.tanh(logits / hp.softcap)
         if self.ngrams is not None:
             logits = logits + (1 + torch.tanh(self.ngram_gate(x).float())) * chances.log()
-        for number, (token, found) in enumerate(copies):
-            gate = self.copy_gate(x)[:, number].float()
-            logits = logits.scatter_add(1, token[:, None], (found * gate)[:, None])
+        if copies:
+            gates = self.copy_gate(x).float().unbind(dim=1)
+            for gate, (token, found) in zip(gates, copies):
+                logits = logits.scatter_add(1, token[:, None], (found * gate)[:, None])
         return logits if targets is None else F.cross_entropy(logits, targets)
 
 

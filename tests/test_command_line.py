@@ -653,7 +653,7 @@ def test_a_broken_shard_stops_every_rank(tmp_path):
     write_shard(tmp_path / "train_000000.bin", np.full(20_000, 64))
     process = run([*TINY, *data], ranks=2)
     assert process.returncode == 1
-    assert "token 64 is outside vocab_size=64" in process.stderr
+    assert "token 64 in its batch 0 is outside vocab_size=64" in process.stderr
 
 
 # ---- while training ----

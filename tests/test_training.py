@@ -16,10 +16,11 @@ def hyperparameters(data: list[str], *more: str) -> train_gpt.Hyperparameters:
 # ---- any number of ranks ----
 
 def test_ranks_times_micro_steps_do_not_change_the_training(data):
-    arguments = [*TINY, *data, "--num_steps=20", "--model_dim=64"]
+    arguments = [*TINY, *data, "--num_steps=20", "--model_dim=64", "--ngram_order=0",
+                 "--copy_lengths=()"]  # all is to be learned
     curves = {ranks: trained(arguments, f"world{ranks}", ranks) for ranks in (1, 2, 4)}
     alone = curves[1].train_losses  # 1 × 4 micro-steps; the others 2 × 2 and 4 × 1
-    assert len(alone) == 20 and alone[-1] < alone[0] - 0.1  # the n-gram tables know most of it
+    assert len(alone) == 20 and alone[-1] < alone[0] - 0.3
     for ranks in (2, 4):
         assert curves[ranks].train_losses == pytest.approx(alone, abs=1e-4)
         assert curves[ranks].val_losses == pytest.approx(curves[1].val_losses, abs=1e-4)
