@@ -651,9 +651,11 @@ def test_a_broken_shard_is_named(tmp_path, capsys, fault):
 def test_a_broken_shard_stops_every_rank(tmp_path):
     data = make_data(tmp_path)
     write_shard(tmp_path / "train_000000.bin", np.full(20_000, 64))
-    process = run([*TINY, *data], ranks=2)
-    assert process.returncode == 1
-    assert "token 64 in its batch 0 is outside vocab_size=64" in process.stderr
+    for option, where in (("--ngram_order=0", "its batch 0"),
+                          ("--ngram_order=3", "the 1986 tokens from 513 on")):
+        process = run([*TINY, *data, option], ranks=2)
+        assert process.returncode == 1
+        assert f"token 64 in {where} is outside vocab_size=64" in process.stderr
 
 
 # ---- while training ----
