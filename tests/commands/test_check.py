@@ -160,7 +160,7 @@ hardware = train_gpt.find_hardware(hp)
 train_gpt.prepare_device(hp, hardware)
 train_gpt.join_group(hardware)
 assert hardware.world_size == 2 and hardware.dtype == torch.bfloat16
-print("error", check.step_error(hardware))
+sys.stdout.write(f"error {{check.step_error(hardware)}}\\n")  # at once: the ranks share the pipe
 hardware.device = torch.device("meta")  # anything but the CPU, which has nothing to compare
 check.step_error = lambda hardware, fp8_head: (0.5 + hardware.rank, "head.weight")
 try:
