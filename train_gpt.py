@@ -134,10 +134,12 @@ class Hyperparameters:
     batch_tokens: int = 8 * 64 * 1024   # tokens per step over all ranks, whatever the world size
     sequence_tokens: int = 0            # tokens per forward pass; 0: 65,536, or as many as fit
     segment_tokens: int = 0             # pieces that a batch is made of (Loader); 0: one stretch
+    align_documents: bool = False       # every sequence starts at a document (aligned_starts)
     epochs: int = 1                     # passes over the shards; above 1: in shuffled order
     val_every: int = 125                # steps between validations; 0: only at the end
     val_tokens: int = 10_485_760        # tokens to validate on, always the same
     val_start: int = 0                  # the first of them
+    val_sequence_tokens: int = 0        # tokens per forward pass of validation; 0: as in training
     target_loss: float = 3.28           # validation loss that the run should reach; 0: none
     # model
     num_layers: int = 12                # the first half encodes, the second half decodes
@@ -151,6 +153,10 @@ class Hyperparameters:
     rotary_base: float = 1024.0         # the slowest rotary frequency is 1/base radians per token
     rotary_fraction: float = 0.5        # part of a head's dimensions that is rotated
     rotary_endpoint: bool = True        # frequencies include 1/base; false: they stop one short
+    attention_scale: float = 0.0        # factor on q·k; 0: 1/√head_dim
+    norm_eps: float = 0.0               # inside the root of every norm; 0: that of the number type
+    init_bound: float = 1.0             # matrices start uniform in ±this/√inputs, outputs at 0
+    logit_scale: float = 1.0            # factor on the head's products; 0: 1/√model_dim
     softcap: float = 15.0               # logits pass through c·tanh(logits/c); 0: off
     ngram_order: int = 0                # tokens in the longest context that is counted; 0: none
     ngram_tokens: int = 0               # tokens to count, of those that no batch of the run reads
@@ -159,12 +165,17 @@ class Hyperparameters:
     window_unit: str = "block"          # block (of 128), token (steps of 64), token_in_block (both)
     window_start: int = 128             # tokens, at step 0
     window_end: int = 1856              # tokens, at the last step (14 whole blocks)
+    window_rounding: str = "down"       # to whole units: down, up
+    short_window_layers: str | tuple = "none"  # have half of it: none, inner (all but 4), tuple
     # optimizers
+    sum_loss: bool = False              # gradients of a sequence's summed loss, not of its mean
     embed_rate: float = 0.6             # Adam: token and value embeddings
     head_rate: float = 0.008            # Adam: output head
     scalar_rate: float = 0.04           # Adam: skip weights and mixes
     adam_beta1: float = 0.8             # Adam: decay of the mean
     adam_beta2: float = 0.95            # Adam: decay of the square
+    adam_eps: float = 1e-8              # Adam: added to the root of the square
+    adam_eps_first: bool = False        # Adam: added before the bias correction; false: after it
     muon_rate: float = 0.05             # Muon: matrices of the blocks
     muon_momentum: float = 0.95         # Muon: final momentum
     muon_momentum_start: float = 0.85   # Muon: momentum at step 0
@@ -173,12 +184,16 @@ class Hyperparameters:
     muon_nesterov: bool = True          # Muon: look ahead along the momentum
     muon_decay: float = 0.0             # Muon: decoupled weight decay
     muon_steps: int = 5                 # Muon: Newton–Schulz iterations per update
-    cooldown: float = 0.4               # rates fall to 0 over this part of the run (above 1: steps)
+    cooldown: float = 0.4               # rates fall over this last part of the run (above 1: steps)
+    rate_floor: float = 0.0             # to this part of themselves
     # hardware
     device: str = "auto"                # auto, cuda, cpu, mps
     dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), a type
     bf16_embeddings: bool = True        # embeddings in bfloat16 wherever activations are
     fp8_head: bool = False              # train the output head in FP8; validation does without
+    fp8_x_scale: float = 0.0            # FP8: factor on the head's inputs; 0: 448/√model_dim
+    fp8_weight_scale: float = 32.0      # FP8: factor on its weights
+    fp8_grad_scale: float = 2.0**15     # FP8: factor on the gradient of a token's loss
     muon_dtype: str = "auto"            # Newton–Schulz: auto (bfloat16 if the hardware has it)
     attention: str = "auto"             # auto (flex on CUDA, banded elsewhere), flex, banded
     compile: str = "auto"               # torch.compile: auto (CUDA; long runs on a CPU), yes, no
@@ -217,6 +232,14 @@ class Hyperparameters:
         return named.get(self.no_attention, self.no_attention)
 
     @cached_property
+    def layers_with_short_window(self) -> tuple:
+        last = self.num_layers - 1
+        third = self.num_layers // 3
+        inner = {*range(self.num_layers)} - {0, third, last - third, last}
+        named = {"none": (), "inner": tuple(sorted(inner))}
+        return named.get(self.short_window_layers, self.short_window_layers)
+
+    @cached_property
     def value_tables(self) -> tuple:
         """For each layer, the number of its value table, or None."""
         layers = self.num_layers
@@ -239,8 +262,9 @@ LAPTOP = dict(
     train_files="data/enwik8/enwik8_train_*.bin", val_files="data/enwik8/enwik8_val_*.bin",
     vocab_size=257, vocab_multiple=1, document_token=256,       # bytes, and the document token
     num_steps=500, batch_tokens=4096, sequence_tokens=4096, segment_tokens=512,
+    align_documents=False, val_sequence_tokens=0,
     val_every=0, val_tokens=2**19, val_start=2**19, target_loss=1.20,  # tuned on the 2**19 before
-    num_layers=2, num_heads=2, model_dim=128,
+    num_layers=2, num_heads=2, model_dim=128, fp8_head=False,
     window_start=256, window_end=256, cooldown=0.5)
 # Also the laptop's, but a dated preset given with it keeps its own architecture at this size.
 LAPTOP_ARCHITECTURE = dict(
@@ -253,18 +277,22 @@ SOFTCAP_2025_01_04 = dict(
     train_files="data/fineweb10B/fineweb_train_*.bin",
     val_files="data/fineweb10B/fineweb_val_*.bin",
     vocab_size=50257, vocab_multiple=128, pad_embeddings=True, document_token=50256,
-    num_steps=1390, batch_tokens=8 * 64 * 1024, sequence_tokens=0, segment_tokens=0, epochs=1,
-    val_every=125, val_tokens=10_485_760, val_start=0, target_loss=3.28,
+    num_steps=1390, batch_tokens=8 * 64 * 1024, sequence_tokens=0, segment_tokens=0,
+    align_documents=False, epochs=1, val_every=125, val_tokens=10_485_760, val_start=0,
+    val_sequence_tokens=0, target_loss=3.28,
     num_layers=12, num_heads=6, model_dim=768, mlp_ratio=4,
     value_layout="ends", value_lambdas=2, first_layer_values=False, no_attention="second_decoder",
-    rotary_base=1024.0, rotary_fraction=0.5, rotary_endpoint=True, softcap=15.0,
+    rotary_base=1024.0, rotary_fraction=0.5, rotary_endpoint=True, attention_scale=0.0,
+    norm_eps=0.0, init_bound=1.0, logit_scale=1.0, softcap=15.0,
     ngram_order=0, ngram_tokens=0, copy_lengths=(),
-    window_unit="block", window_start=128, window_end=1856,
+    window_unit="block", window_start=128, window_end=1856, window_rounding="down",
+    short_window_layers="none", sum_loss=False,
     embed_rate=0.6, head_rate=0.008, scalar_rate=0.04, adam_beta1=0.8, adam_beta2=0.95,
+    adam_eps=1e-8, adam_eps_first=False,
     muon_rate=0.05, muon_momentum=0.95, muon_momentum_start=0.85, muon_warmup_steps=300,
     muon_lerp=True, muon_nesterov=True, muon_decay=0.0, muon_steps=5, cooldown=0.4,
-    dtype="auto", bf16_embeddings=True, fp8_head=False, muon_dtype="auto", tune_kernels=False,
-    seed=1337)
+    rate_floor=0.0, dtype="auto", bf16_embeddings=True, fp8_head=False, fp8_x_scale=0.0,
+    fp8_weight_scale=32.0, fp8_grad_scale=2.0**15, muon_dtype="auto", tune_kernels=False, seed=1337)
 SPARSE_2024_12_17 = SOFTCAP_2025_01_04 | dict(
     num_steps=1490, cooldown=600.0, softcap=30.0, pad_embeddings=False, tune_kernels=True)
 MFU_2024_12_10 = SPARSE_2024_12_17 | dict(
@@ -277,16 +305,31 @@ VALUES_2024_12_04 = UNET_2024_12_08 | dict(
 FLEX_2024_11_19 = VALUES_2024_12_04 | dict(
     num_steps=1875, cooldown=562.0, muon_rate=0.04, adam_beta1=0.9, muon_warmup_steps=500,
     window_start=1024, window_end=1024, value_layout="none", first_layer_values=True)
+FP8_2025_01_13 = SOFTCAP_2025_01_04 | dict(
+    num_steps=1395, pad_embeddings=False, norm_eps=2.0**-7, init_bound=0.75**0.5,
+    window_start=0, window_end=1728, window_rounding="up", rate_floor=0.1, fp8_head=True,
+    fp8_x_scale=2.0, fp8_grad_scale=2.0**13, tune_kernels=True)
+WINDOWS_2025_01_16 = FP8_2025_01_13 | dict(
+    num_steps=1393, attention_scale=0.12, short_window_layers="inner", adam_eps=1e-10)
+ALIGNED_2025_07_13 = WINDOWS_2025_01_16 | dict(
+    num_steps=1750, batch_tokens=8 * 48 * 1024, sequence_tokens=48 * 1024, align_documents=True,
+    val_sequence_tokens=256 * 1024, pad_embeddings=True, norm_eps=2.0**-23, logit_scale=0.0,
+    sum_loss=True, head_rate=0.22, adam_eps_first=True, cooldown=0.45, fp8_x_scale=0.0,
+    fp8_weight_scale=448 / 24, fp8_grad_scale=448.0, tune_kernels=False)
 
 PRESETS = {"h100": {}, "h100-fp8": dict(fp8_head=True), "laptop": LAPTOP,
            "2024-11-19": FLEX_2024_11_19, "2024-12-04": VALUES_2024_12_04,
            "2024-12-08": UNET_2024_12_08, "2024-12-10": MFU_2024_12_10,
-           "2024-12-17": SPARSE_2024_12_17, "2025-01-04": SOFTCAP_2025_01_04}
+           "2024-12-17": SPARSE_2024_12_17, "2025-01-04": SOFTCAP_2025_01_04,
+           "2025-01-13": FP8_2025_01_13, "2025-01-16": WINDOWS_2025_01_16,
+           "2025-07-13": ALIGNED_2025_07_13}
 
 CHOICES = {"window_unit": ("block", "token", "token_in_block"),
+           "window_rounding": ("down", "up"),
+           "short_window_layers": ("none", "inner"),
            "device": ("auto", "cuda", "cpu", "mps"),
-           "dtype": ("auto", "bfloat16", "float32"),
-           "muon_dtype": ("auto", "bfloat16", "float32"),
+           "dtype": ("auto", "bfloat16", "float32", "float64"),
+           "muon_dtype": ("auto", "bfloat16", "float32", "float64"),
            "attention": ("auto", "flex", "banded"),
            "compile": ("auto", "yes", "no"),
            "value_layout": ("none", "per_layer", "mirrored", "ends"),
@@ -295,18 +338,19 @@ CHOICES = {"window_unit": ("block", "token", "token_in_block"),
 # The smallest value of each number; the largest, where there is one.
 AT_LEAST = dict(vocab_size=1, vocab_multiple=1, document_token=0, num_steps=1, batch_tokens=BLOCK,
                 sequence_tokens=0, segment_tokens=0, epochs=1, val_every=0, val_tokens=BLOCK,
-                val_start=0, target_loss=0, num_layers=2, num_heads=1, model_dim=4, mlp_ratio=1,
-                value_lambdas=1, rotary_base=1.001, rotary_fraction=0.001, softcap=0,
-                ngram_order=0, ngram_tokens=0,
-                window_start=1, window_end=1, embed_rate=0, head_rate=0, scalar_rate=0,
-                adam_beta1=0, adam_beta2=0, muon_rate=0, muon_momentum=0, muon_momentum_start=0,
-                muon_warmup_steps=0, muon_decay=0, muon_steps=1, cooldown=0, seed=0, log_every=1,
-                save_every=0, keep_checkpoints=1, timeout=1, sample_tokens=0, temperature=0,
-                top_k=0)
+                val_start=0, val_sequence_tokens=0, target_loss=0, num_layers=2, num_heads=1,
+                model_dim=4, mlp_ratio=1, value_lambdas=1, rotary_base=1.001, rotary_fraction=0.001,
+                softcap=0, attention_scale=0, norm_eps=0, init_bound=0, logit_scale=0,
+                ngram_order=0, ngram_tokens=0, window_start=0, window_end=1, embed_rate=0,
+                head_rate=0, scalar_rate=0, adam_beta1=0, adam_beta2=0, adam_eps=0, rate_floor=0,
+                fp8_x_scale=0, fp8_weight_scale=1e-6, fp8_grad_scale=1e-6, muon_rate=0,
+                muon_momentum=0, muon_momentum_start=0, muon_warmup_steps=0, muon_decay=0,
+                muon_steps=1, cooldown=0, seed=0, log_every=1, save_every=0, keep_checkpoints=1,
+                timeout=1, sample_tokens=0, temperature=0, top_k=0)
 AT_MOST = dict(vocab_size=2**16, vocab_multiple=2**16, num_steps=10**12, batch_tokens=10**12,
                val_tokens=10**12, val_start=10**12, epochs=10**6, num_layers=1000, num_heads=1000,
                model_dim=10**6, mlp_ratio=100, value_lambdas=2, rotary_fraction=1,
-               ngram_order=6, ngram_tokens=10**9,
+               ngram_order=6, ngram_tokens=10**9, rate_floor=1,
                adam_beta1=0.999999, adam_beta2=0.999999, muon_momentum=0.999999,
                muon_momentum_start=0.999999, muon_steps=100, seed=2**63 - 1, timeout=10**6)
 
@@ -365,6 +409,8 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
     here.dtype = choose_dtype(hp.dtype, has_bf16)
     here.muon_dtype = choose_dtype(hp.muon_dtype, has_bf16 or cpu.get("avx512_bf16")
                                    or cpu.get("amx_bf16"))
+    if hp.dtype == "float64" and hp.muon_dtype == "auto":
+        here.muon_dtype = torch.float64
     here.why_not_compiled = why_not_compile(hp, kind)
     here.compile = not here.why_not_compiled
 
@@ -498,11 +544,13 @@ class Loader:
     the same loss. With segment_tokens=0 there is one lane, as in the published records. The batch
     is cut into sequences; micro-step m of rank r takes sequence m · world_size + r. A shard gives
     as many whole batches as it holds. Of several epochs, each has its own order of the shards.
+    With align_documents every sequence starts at a document, and what lies between is skipped.
     """
 
     def __init__(self, pattern: str, batch_tokens: int, sequence_tokens: int,
                  segment_tokens: int = 0, rank: int = 0, world_size: int = 1, device="cpu",
-                 vocab_size: int = 2**16, epochs: int = 1, seed: int = 0):
+                 vocab_size: int = 2**16, epochs: int = 1, seed: int = 0,
+                 document_token: int = 0, align_documents: bool = False):
         self.pattern = pattern
         self.paths = sorted(glob.glob(pattern))
         if not self.paths:
@@ -520,7 +568,13 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
-        self.batches = [max(0, shard.num_tokens - 1) // self.num_lanes // self.segment_tokens
+        self.starts = {}        # of the aligned sequences: {shard: [batches, sequences]}
+        if align_documents:
+            num_sequences = batch_tokens // sequence_tokens
+            self.starts = {shard: aligned_starts(shard, num_sequences, sequence_tokens,
+                                                 document_token) for shard in shards}
+        self.batches = [len(self.starts[shard]) if align_documents else
+                        max(0, shard.num_tokens - 1) // self.num_lanes // self.segment_tokens
                         for shard in self.shards]       # whole batches in each shard
         self.ends = list(itertools.accumulate(self.batches))
         self.index = 0          # the next batch: all there is to know about the position
@@ -539,7 +593,6 @@ class Loader:
     def read(self, index: int) -> Tensor:
         """This rank's part of a batch, on the host: uint16 [micro-steps, pieces, tokens + 1]."""
         shard, number = self.locate(index)
-        lane_tokens = (shard.num_tokens - 1) // self.num_lanes
         piece_tokens = min(self.segment_tokens, self.sequence_tokens)
         micro_steps = self.batch_tokens // (self.world_size * self.sequence_tokens)
         host = torch.empty((micro_steps, self.sequence_tokens // piece_tokens, piece_tokens + 1),
@@ -547,13 +600,19 @@ class Loader:
         tokens = host.numpy()
         for micro_step, piece in np.ndindex(tokens.shape[:2]):
             sequence = micro_step * self.world_size + self.rank
-            offset = sequence * self.sequence_tokens + piece * piece_tokens
-            lane, inside = divmod(offset, self.segment_tokens)
-            start = lane * lane_tokens + number * self.segment_tokens + inside
-            shard.read_into(tokens[micro_step, piece], start)
+            shard.read_into(tokens[micro_step, piece],
+                            self.start_of(shard, number, sequence, piece * piece_tokens))
         shard.release_pages()
         self.check_range(shard, tokens, f"its batch {number}")
         return host
+
+    def start_of(self, shard: Shard, number: int, sequence: int, offset: int) -> int:
+        """The place in the shard of a token of a sequence of a batch."""
+        if self.starts:
+            return int(self.starts[shard][number, sequence]) + offset
+        lane_tokens = (shard.num_tokens - 1) // self.num_lanes
+        lane, inside = divmod(sequence * self.sequence_tokens + offset, self.segment_tokens)
+        return lane * lane_tokens + number * self.segment_tokens + inside
 
     def check_range(self, shard: Shard, tokens: np.ndarray, where: str) -> None:
         if tokens.max() >= self.vocab_size:
@@ -600,6 +659,35 @@ class Loader:
                 for pieces in tokens]
 
 
+def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
+                   document_token: int) -> np.ndarray:
+    """Where the sequences of each batch start: [batches, sequences]. All start at a document.
+
+    The last document of a sequence is cut; the next sequence starts at the first document after it.
+    As in the system of 2025-07-13, a batch is taken while twice its tokens are left in the shard.
+    """
+    tokens = np.frombuffer(shard.pages, "<u2", shard.num_tokens, HEADER_BYTES)
+    documents = np.append(np.flatnonzero(tokens == document_token), shard.num_tokens)
+    shard.release_pages()
+    span = 2 * num_sequences * sequence_tokens
+    batches = []
+    position = 0
+    while position + span + 1 < shard.num_tokens:
+        starts = []
+        start = documents[np.searchsorted(documents, position)]
+        for _ in range(num_sequences):
+            starts.append(start)
+            start = documents[min(np.searchsorted(documents, start + sequence_tokens),
+                                  len(documents) - 1)]
+        if start >= position + span:
+            raise UserError(f"{shard.path}: from token {position} on, fewer than {num_sequences} "
+                            f"sequences that start at a document lie in {span} tokens; its "
+                            "documents are too long, give --align_documents=false")
+        batches.append(starts)
+        position = start
+    return np.array(batches, dtype=np.int64).reshape(-1, num_sequences)
+
+
 class Data(NamedTuple):
     """What a run reads."""
     train: Loader
@@ -631,10 +719,17 @@ def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
     both, as in the system of 2024-12-08.
     """
     tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
+    unit = BLOCK if hp.window_unit == "block" else 64
+    round_to_unit = math.ceil if hp.window_rounding == "up" else math.floor
+    tokens = max(unit, min(NO_LIMIT, round_to_unit(tokens / unit) * unit))
     if hp.window_unit == "block":
-        return NO_LIMIT, max(1, min(NO_LIMIT, int(tokens // BLOCK)))
-    tokens = max(64, min(NO_LIMIT, int(tokens // 64) * 64))
+        return NO_LIMIT, tokens // BLOCK
     return tokens, NO_LIMIT if hp.window_unit == "token" else -(-tokens // BLOCK)
+
+
+def short_window(window: Tensor) -> Tensor:
+    """The window of the layers that have half of it."""
+    return (window // 2).clamp(min=1)
 
 
 def blocks_back(window_tokens: int, window_blocks: int) -> int:
@@ -662,28 +757,32 @@ def number_documents(inputs: Tensor, document_token: int, segment_tokens: int) -
     return starts.cumsum(0, dtype=torch.int32)
 
 
-def build_mask(inputs: Tensor, window: Tensor, document_token: int, segment_tokens: int,
-               attention: str, blocks_back: int, flex_options: dict | None = None) -> Mask:
-    documents = number_documents(inputs, document_token, segment_tokens)
+def build_mask(documents: Tensor, window: Tensor, attention: str, blocks_back: int,
+               flex_options: dict | None = None) -> Mask:
+    """From the number of each token's document, which never falls along the sequence."""
     if attention == "flex":
         return Mask(window, flex_block_mask(documents, window), None, flex_options)
-    blocks_back = min(blocks_back, len(inputs) // BLOCK - 1)
+    blocks_back = min(blocks_back, len(documents) // BLOCK - 1)
     return Mask(window, None, band_bias(documents, window, blocks_back))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Softmax attention under the mask; everything is [tokens, heads, head_dim]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
+    """Softmax attention under the mask; everything is [tokens, heads, head_dim].
+
+    scale: the factor on q·k; None: 1/√head_dim.
+    """
     if mask.block_mask is not None:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = flex_attention(q, k, v, block_mask=mask.block_mask, kernel_options=mask.flex_options)
+        out = flex_attention(q, k, v, block_mask=mask.block_mask, scale=scale,
+                             kernel_options=mask.flex_options)
         return out[0].transpose(0, 1)
     span = mask.bias.size(-1)
     if q.device.type == "cpu":
         if not torch.compiler.is_compiling():  # a narrow window costs less; a graph has one shape
             span = min(span, (blocks_back(*mask.window.tolist()) + 1) * BLOCK)
-        return BandedAttention.apply(q, k, v, mask.bias[..., -span:])
+        return BandedAttention.apply(q, k, v, mask.bias[..., -span:], scale)
     out = F.scaled_dot_product_attention(query_blocks(q), key_bands(k, span), key_bands(v, span),
-                                         attn_mask=mask.bias.type_as(q))
+                                         attn_mask=mask.bias.type_as(q), scale=scale)
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -773,11 +872,13 @@ class BandedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor,
+                scale: float | None) -> Tensor:
         span = bias.size(-1)
         out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query_blocks(q), key_bands(k, span), key_bands(v, span), attn_mask=bias)
+            query_blocks(q), key_bands(k, span), key_bands(v, span), attn_mask=bias, scale=scale)
         ctx.save_for_backward(q, k, v, out, logsumexp, bias)
+        ctx.scale = scale
         return out.transpose(1, 2).reshape(q.shape)
 
     @staticmethod
@@ -786,21 +887,25 @@ class BandedAttention(torch.autograd.Function):
         span = bias.size(-1)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             query_blocks(grad.contiguous()), query_blocks(q), key_bands(k, span),
-            key_bands(v, span), out, logsumexp, 0.0, False, attn_mask=bias)
-        return dq.transpose(1, 2).reshape(q.shape), fold_bands(dk), fold_bands(dv), None
+            key_bands(v, span), out, logsumexp, 0.0, False, attn_mask=bias, scale=ctx.scale)
+        return dq.transpose(1, 2).reshape(q.shape), fold_bands(dk), fold_bands(dv), None, None
 
 
 # ═══ 5  Model: a U-Net of transformer blocks over one long sequence (batch size 1) ════════════════
 
-def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
+def norm(x: Tensor, eps: float = 0.0) -> Tensor:
+    """eps=0: that of the number type."""
+    return F.rms_norm(x, (x.size(-1),), eps=eps or None)
 
 
 class Linear(nn.Linear):
     """Without bias; the weight stays fp32 for the optimizer and is cast where it is used."""
 
-    def __init__(self, in_features: int, out_features: int, zero: bool = False):
+    def __init__(self, in_features: int, out_features: int, bound: float = 1.0, zero: bool = False):
+        """The weight starts uniform in ±bound/√in_features, or at zero."""
         super().__init__(in_features, out_features, bias=False)
+        with torch.no_grad():
+            self.weight *= bound
         if zero:  # a block starts as the identity, the head as the uniform distribution
             nn.init.zeros_(self.weight)
 
@@ -811,17 +916,15 @@ class Linear(nn.Linear):
 class Float8Product(torch.autograd.Function):
     """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
 
-    The scales leave no room for overflow. x is normed: no entry is above √model_dim. Adam moves a
-    weight by its rate at most, 0.008 a step and so 9 over a run, of the 14 that fit; the first step
-    is well above the smallest number too. The gradient of a mean over the tokens is 1/tokens at
-    most, and 2^-29 of that fits.
+    The default scales leave no room for overflow. x is normed: no entry is above √model_dim. Adam
+    moves a weight by its rate at most, 0.008 a step and so 9 over a run, of the 14 that fit; the
+    first step is well above the smallest number too. The gradient of a token's loss is 1 at most,
+    and 2^-29 of that fits.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        x_scale = 448 / x.size(1) ** 0.5
-        weight_scale = 32.0
-        grad_scale = 2.0**15 * x.size(0)
+    def forward(ctx, x: Tensor, weight: Tensor, x_scale: float, weight_scale: float,
+                grad_scale: float) -> Tensor:
         x8 = to_float8(x, x_scale, torch.float8_e4m3fn)
         weight8 = to_float8(weight, weight_scale, torch.float8_e4m3fn)
         ctx.save_for_backward(x8, weight8)
@@ -829,14 +932,14 @@ class Float8Product(torch.autograd.Function):
         return scaled_product(x8, weight8.T, x_scale * weight_scale, x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> tuple:
         x8, weight8 = ctx.saved_tensors
         x_scale, weight_scale, grad_scale = ctx.scales
         grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
         weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))  # FP8 has rows × columns only
         x_grad = scaled_product(grad8, weight8, grad_scale * weight_scale, grad.dtype)
         weight_grad = scaled_product(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
-        return x_grad, weight_grad
+        return x_grad, weight_grad, None, None, None
 
 
 def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -870,7 +973,7 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         cos = self.cos[:x.size(0)]
         sin = self.sin[:x.size(0)]
-        first, second = x.float().chunk(2, dim=-1)
+        first, second = x.to(cos.dtype).chunk(2, dim=-1)
         rotated = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
         return rotated.type_as(x)
 
@@ -879,10 +982,12 @@ class Attention(nn.Module):
     def __init__(self, hp: Hyperparameters, rotary: Rotary):
         super().__init__()
         self.num_heads = hp.num_heads
+        self.norm_eps = hp.norm_eps
+        self.scale = hp.attention_scale or None
         self.rotary = rotary
-        self.query = Linear(hp.model_dim, hp.model_dim)
-        self.key = Linear(hp.model_dim, hp.model_dim)
-        self.value = Linear(hp.model_dim, hp.model_dim)
+        self.query = Linear(hp.model_dim, hp.model_dim, hp.init_bound)
+        self.key = Linear(hp.model_dim, hp.model_dim, hp.init_bound)
+        self.value = Linear(hp.model_dim, hp.model_dim, hp.init_bound)
         self.output = Linear(hp.model_dim, hp.model_dim, zero=True)
         self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5] if hp.value_lambdas == 2 else 0.5))
 
@@ -901,9 +1006,9 @@ class Attention(nn.Module):
         weights = [project.weight.type_as(x) for project in (self.query, self.key, self.value)]
         qkv = F.linear(x, torch.cat(weights))  # one product
         q, k, v = qkv.view(len(x), 3, self.num_heads, -1).unbind(1)
-        q = self.rotary(norm(q))  # QK-norm: attention logits cannot run away
-        k = self.rotary(norm(k))
-        attended = attend(q, k, self.mix_values(v, value_embedding), mask)
+        q = self.rotary(norm(q, self.norm_eps))  # QK-norm: attention logits cannot run away
+        k = self.rotary(norm(k, self.norm_eps))
+        attended = attend(q, k, self.mix_values(v, value_embedding), mask, self.scale)
         return self.output(attended.reshape(x.shape)), v
 
 
@@ -911,8 +1016,9 @@ class Block(nn.Module):
     def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
         super().__init__()
         has_attention = layer not in hp.layers_without_attention
+        self.norm_eps = hp.norm_eps
         self.attention = Attention(hp, rotary) if has_attention else None
-        self.up = Linear(hp.model_dim, hp.mlp_ratio * hp.model_dim)
+        self.up = Linear(hp.model_dim, hp.mlp_ratio * hp.model_dim, hp.init_bound)
         self.down = Linear(hp.mlp_ratio * hp.model_dim, hp.model_dim, zero=True)
         self.mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # of the stream and of x0, the embedding
 
@@ -922,9 +1028,9 @@ class Block(nn.Module):
         x = stream_weight * x + x0_weight * x0
         values = None
         if self.attention is not None:
-            attended, values = self.attention(norm(x), value_embedding, mask)
+            attended, values = self.attention(norm(x, self.norm_eps), value_embedding, mask)
             x = x + attended
-        hidden = F.relu(self.up(norm(x))).square()  # ReLU²: arxiv.org/abs/2109.08668
+        hidden = F.relu(self.up(norm(x, self.norm_eps))).square()  # ReLU²: arxiv.org/abs/2109.08668
         return x + self.down(hidden), values
 
 
@@ -984,7 +1090,7 @@ class NGrams(nn.Module):
             entry = starts[row][:, None] + numbers
             exists = found[:, None] & (entry < starts[row + 1][:, None])
             entry = entry.clamp(max=len(successors) - 1)
-            chance = torch.where(exists, chances[entry].float(), 0.0)
+            chance = torch.where(exists, chances[entry].to(total.dtype), 0.0)
             left_over = (1 - chance.sum(dim=1, keepdim=True)).clamp(min=1e-4)
             total = (total * left_over).scatter_add(1, successors[entry].long(), chance)
         return total
@@ -1089,7 +1195,8 @@ class GPT(nn.Module):
         self.flex_options = flex_options
         rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
         tables = {table for table in hp.value_tables if table is not None}
-        rotary = Rotary(hp.model_dim // hp.num_heads, hp.sequence_tokens, hp.rotary_base,
+        rotary = Rotary(hp.model_dim // hp.num_heads,
+                        max(hp.sequence_tokens, hp.val_sequence_tokens), hp.rotary_base,
                         hp.rotary_fraction, hp.rotary_endpoint)
         self.embed = nn.Embedding(rows, hp.model_dim)
         self.value_embeds = nn.ModuleList(nn.Embedding(rows, hp.model_dim) for _ in tables)
@@ -1111,6 +1218,9 @@ class GPT(nn.Module):
         if hp.bf16_embeddings and dtype == torch.bfloat16:
             self.embed.bfloat16()
             self.value_embeds.bfloat16()
+        if dtype == torch.float64:
+            self.double()
+        self.loss_dtype = torch.promote_types(dtype, torch.float32)
 
     def forward(self, inputs: Tensor, targets: Tensor | None, window: Tensor) -> Tensor:
         """Mean loss, or logits where there are no targets. window: int32 (tokens, blocks)."""
@@ -1118,17 +1228,21 @@ class GPT(nn.Module):
         hp = self.hp
         num_encoders = hp.num_layers // 2
         segment_tokens = hp.segment_tokens if self.training else 0  # validation is contiguous
-        mask = build_mask(inputs, window, hp.document_token, segment_tokens, self.attention,
-                          max_blocks_back(hp), self.flex_options)
-        x = self.embed(inputs).to(self.dtype)
         documents = number_documents(inputs, hp.document_token, segment_tokens)
+        mask = build_mask(documents, window, self.attention, max_blocks_back(hp),
+                          self.flex_options)
+        short_mask = mask
+        if hp.layers_with_short_window:
+            short_mask = build_mask(documents, short_window(window), self.attention,
+                                    max_blocks_back(hp), self.flex_options)
+        x = self.embed(inputs).to(self.dtype)
         if self.ngrams is not None:
             chances = self.ngrams(inputs, documents)
             x = x + chances.type_as(x) @ self.ngram_embed.weight.type_as(x)
         copies = [last_followers(inputs, documents, length) for length in hp.copy_lengths]
         for number, (token, found) in enumerate(copies):
             x = x + found[:, None] * self.copy_embeds[number](token).type_as(x)
-        x = x0 = norm(x)
+        x = x0 = norm(x, hp.norm_eps)
         value_embeddings = [table(inputs).to(self.dtype).view(len(x), hp.num_heads, -1)
                             for table in self.value_embeds]
         skips = []
@@ -1138,22 +1252,29 @@ class GPT(nn.Module):
                 x = x + self.skip_weights[layer - num_encoders].type_as(x) * skips.pop()
             table = hp.value_tables[layer]
             value_embedding = first_values if table is None else value_embeddings[table]
-            x, values = block(x, x0, value_embedding, mask)
+            layer_mask = short_mask if layer in hp.layers_with_short_window else mask
+            x, values = block(x, x0, value_embedding, layer_mask)
             if hp.first_layer_values and first_values is None:
                 first_values = values  # value residual: arxiv.org/abs/2410.17897
             if layer < num_encoders:
                 skips.append(x)
-        x = norm(x)
-        if hp.fp8_head and self.training:
-            logits = Float8Product.apply(x, self.head.weight).float()
+        x = norm(x, hp.norm_eps)
+        if hp.fp8_head and self.training and self.dtype != torch.float64:
+            x_scale = hp.fp8_x_scale or 448 / hp.model_dim**0.5
+            grad_scale = hp.fp8_grad_scale * (1 if hp.sum_loss else len(x))  # a mean is smaller
+            logits = Float8Product.apply(x, self.head.weight, x_scale, hp.fp8_weight_scale,
+                                         grad_scale)
         else:
-            logits = self.head(x).float()
+            logits = self.head(x)
+        logits = logits.to(self.loss_dtype)
+        if hp.logit_scale != 1:
+            logits = logits * (hp.logit_scale or hp.model_dim**-0.5)
         if hp.softcap:
             logits = hp.softcap * torch.tanh(logits / hp.softcap)
         if self.ngrams is not None:
-            logits = logits + (1 + torch.tanh(self.ngram_gate(x).float())) * chances.log()
+            logits = logits + (1 + torch.tanh(self.ngram_gate(x).to(logits.dtype))) * chances.log()
         if copies:
-            gates = self.copy_gate(x).float().unbind(dim=1)
+            gates = self.copy_gate(x).to(logits.dtype).unbind(dim=1)
             for gate, (token, found) in zip(gates, copies):
                 logits = logits.scatter_add(1, token[:, None], (found * gate)[:, None])
         return logits if targets is None else F.cross_entropy(logits, targets)
@@ -1320,14 +1441,22 @@ class Muon(torch.optim.Optimizer):
 # ── schedules: pure functions of the step ─────────────────────────────────────────────────────────
 
 def rate_at(hp: Hyperparameters, step: int) -> float:
-    """Factor on every learning rate: 1, then linearly to 0 over the cool-down."""
+    """Factor on every learning rate: 1, then linearly to the floor over the cool-down."""
     cooldown_steps = hp.cooldown if hp.cooldown > 1 else hp.cooldown * hp.num_steps
-    return min(1.0, (hp.num_steps - step) / cooldown_steps) if cooldown_steps else 1.0
+    left = min(1.0, (hp.num_steps - step) / cooldown_steps) if cooldown_steps else 1.0
+    return left + hp.rate_floor * (1 - left)
 
 
 def momentum_at(hp: Hyperparameters, step: int) -> float:
     done = min(1.0, step / hp.muon_warmup_steps) if hp.muon_warmup_steps else 1.0
     return (1 - done) * hp.muon_momentum_start + done * hp.muon_momentum
+
+
+def adam_eps_at(hp: Hyperparameters, step: int) -> float:
+    """PyTorch adds eps after the bias correction of the square: undo that for one added before."""
+    if not hp.adam_eps_first:
+        return hp.adam_eps
+    return hp.adam_eps / math.sqrt(1 - hp.adam_beta2 ** (step + 1))
 
 
 def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Tensor) -> None:
@@ -1336,6 +1465,8 @@ def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Ten
             group["lr"] = group["base_lr"] * rate_at(hp, step)
             if "momentum" in group:
                 group["momentum"] = momentum_at(hp, step)
+            if "eps" in group:
+                group["eps"] = adam_eps_at(hp, step)
     window.copy_(torch.tensor(window_at(hp, step), dtype=torch.int32), non_blocking=True)
 
 
@@ -1365,7 +1496,8 @@ def build_optimizers(hp: Hyperparameters, model: GPT,
     groups = optimizer_groups(hp, model)
     adam_groups = [dict(params=list(groups[kind]["params"].values()), lr=groups[kind]["lr"])
                    for kind in ("embed", "head", "scalar")]
-    adam = torch.optim.Adam(adam_groups, betas=(hp.adam_beta1, hp.adam_beta2), fused=True)
+    adam = torch.optim.Adam(adam_groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps,
+                            fused=True)
     muon = Muon(groups["muon"]["params"].values(), hp.muon_rate, hp.muon_momentum,
                 hp.muon_nesterov, hp.muon_lerp, hp.muon_decay, hp.muon_steps, hardware.rank,
                 hardware.world_size, dtype=hardware.muon_dtype,
@@ -1432,17 +1564,20 @@ class Trainer:
         A loss or gradient that is not finite raises before the optimizers change a weight.
         """
         set_schedules(self.hp, step, self.optimizers, self.window)
-        mean_loss = torch.zeros((), device=self.hardware.device)
+        mean_loss = torch.zeros((), dtype=self.model.loss_dtype, device=self.hardware.device)
         for micro_step, (inputs, targets) in enumerate(batch, 1):
             synchronize = micro_step == len(batch) or self.hardware.world_size == 1
             with contextlib.nullcontext() if synchronize else self.ddp_model.no_sync():
                 loss = self.ddp_model(inputs, targets, self.window) / len(batch)
                 mean_loss += loss.detach()
+                if self.hp.sum_loss:
+                    loss = loss * self.hp.sequence_tokens
                 loss.backward()
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
                                                   foreach=self.hardware.device.type != "mps")
         stop = torch.full_like(mean_loss, self.stop_requested)
-        sums = all_reduce_sum(torch.stack((mean_loss, grad_norm.float(), stop)), self.hardware)
+        values = torch.stack((mean_loss, grad_norm.type_as(mean_loss), stop))
+        sums = all_reduce_sum(values, self.hardware)
         loss = sums[0] / self.hardware.world_size
         self.stopping = sums[2] > 0
         self.require_finite(step + 1, loss, sums[1])
@@ -1485,15 +1620,19 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile every path on made-up tokens, then restore everything as it was."""
         saved = copy_to_host(self.state_dict())  # to the host: the GPU may have no room
-        tokens = torch.arange(self.hp.sequence_tokens + 1, device=self.hardware.device)
-        tokens = tokens % self.hp.vocab_size
-        batch = [(tokens[:-1].int(), tokens[1:].long())] * micro_steps(self.hp, self.hardware)
+        batch = [self.made_up_sequence(self.hp.sequence_tokens)]
         for step in (0, self.hp.num_steps - 1):
-            self.step(batch, step)
+            self.step(batch * micro_steps(self.hp, self.hardware), step)
         with torch.no_grad():
-            self.forward.eval()(*batch[0], self.window)
+            val_batch = self.made_up_sequence(self.data.val.sequence_tokens)
+            self.forward.eval()(*val_batch, self.window)
         self.forward.train()
         self.load_state_dict(saved)
+
+
+    def made_up_sequence(self, length: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(length + 1, device=self.hardware.device) % self.hp.vocab_size
+        return tokens[:-1].int(), tokens[1:].long()
 
 
 def copy_to_host(state):
@@ -1962,6 +2101,7 @@ def load_model(path: str, hardware: Hardware) -> GPT:
     hp = Hyperparameters(**saved_hyperparameters(state))
     validate(hp)  # its sizes are within reason
     hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here only room for the prompt
+    hp.val_sequence_tokens = 0
     with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
         model = GPT(hp, hardware.dtype, "banded")
         model.load_state_dict(state["model"])
@@ -1979,8 +2119,8 @@ def evaluate(trainer: Trainer) -> dict:
     hp = trainer.hp
     hardware = trainer.hardware
     loader = trainer.data.val
-    num_sequences = hp.val_tokens // hp.sequence_tokens
-    first = hp.val_start // hp.sequence_tokens
+    num_sequences = hp.val_tokens // loader.sequence_tokens
+    first = hp.val_start // loader.sequence_tokens
     loader.index = first + hardware.rank  # the ranks take turns, whatever their number
     totals = torch.zeros(3, dtype=widest_dtype(hardware), device=hardware.device)
     trainer.forward.eval()
@@ -1996,7 +2136,8 @@ def evaluate(trainer: Trainer) -> dict:
         text_bytes = text_tokens
     else:
         text_bytes = (trainer.data.bytes_per_token or 0) * hp.val_tokens
-    bits_per_byte = loss * hp.sequence_tokens / text_bytes / math.log(2) if text_bytes else None
+    nats = loss * loader.sequence_tokens
+    bits_per_byte = nats / text_bytes / math.log(2) if text_bytes else None
     return dict(val_loss=loss / num_sequences, bits_per_byte=bits_per_byte)
 
 
@@ -2258,9 +2399,11 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float
 def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
     """Powers of two from the mask's block to 65,536 that divide the batch and the validation."""
     lengths = [BLOCK * 2**power for power in range(10)]
+    if not hp.val_sequence_tokens:
+        lengths = [length for length in lengths
+                   if hp.val_tokens % length == 0 and hp.val_start % length == 0]
     return [length for length in lengths
             if hp.batch_tokens % (world_size * length) == 0
-            and hp.val_tokens % length == 0 and hp.val_start % length == 0
             and length % (hp.segment_tokens or 1) == 0]
 
 
@@ -2313,12 +2456,13 @@ def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
     micro_steps(hp, hardware)
     train = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
                    hardware.rank, hardware.world_size, hardware.device, hp.vocab_size, hp.epochs,
-                   hp.seed)
-    val = Loader(hp.val_files, hp.sequence_tokens, hp.sequence_tokens, device=hardware.device,
+                   hp.seed, hp.document_token, hp.align_documents)
+    val_sequence = hp.val_sequence_tokens or hp.sequence_tokens
+    val = Loader(hp.val_files, val_sequence, val_sequence, device=hardware.device,
                  vocab_size=hp.vocab_size)
     check_budget(hp, train, hp.num_steps, "num_steps", 1)
-    check_budget(hp, val, (hp.val_start + hp.val_tokens) // hp.sequence_tokens, "val_tokens",
-                 hp.sequence_tokens)
+    check_budget(hp, val, (hp.val_start + hp.val_tokens) // val_sequence, "val_tokens",
+                 val_sequence)
     if hp.hellaswag:
         with data_module("hellaswag") as hellaswag:
             hellaswag.read_tasks(hp.hellaswag, hp.vocab_size, hp.document_token)
@@ -2364,8 +2508,11 @@ def missing_data(hp: Hyperparameters) -> str:
     """What run.sh fetches: "enwik8", "fineweb N" for N training shards, or "" for nothing."""
     if not (FOLDER / "data").is_dir():
         return ""
+    batch_tokens = hp.batch_tokens
+    if hp.align_documents:
+        batch_tokens += batch_tokens // 10  # for what is skipped between sequences
     with data_module("shards") as shards:
-        return shards.what_to_fetch(hp.train_files, hp.val_files, hp.num_steps, hp.batch_tokens,
+        return shards.what_to_fetch(hp.train_files, hp.val_files, hp.num_steps, batch_tokens,
                                     hp.epochs)
 
 
@@ -2559,13 +2706,23 @@ def validate(hp: Hyperparameters) -> None:
              f"{BLOCK}; the nearest is {nearest_multiple(sequence, BLOCK)}")
         need(sequence <= hp.batch_tokens, "sequence_tokens",
              f"at most batch_tokens={hp.batch_tokens}")
-        for name in ("batch_tokens", "val_tokens", "val_start"):
-            need(getattr(hp, name) % sequence == 0, name,
-                 f"a multiple of sequence_tokens={sequence}; the nearest is "
-                 f"{nearest_multiple(getattr(hp, name), sequence)}")
+        need(hp.batch_tokens % sequence == 0, "batch_tokens",
+             f"a multiple of sequence_tokens={sequence}; the nearest is "
+             f"{nearest_multiple(hp.batch_tokens, sequence)}")
         if hp.segment_tokens:
             need(sequence % hp.segment_tokens == 0, "segment_tokens",
                  f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
+    need(hp.val_sequence_tokens % BLOCK == 0, "val_sequence_tokens", "a multiple of the mask's "
+         f"block of {BLOCK}; the nearest is {nearest_multiple(hp.val_sequence_tokens, BLOCK)}")
+    which = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
+    unit = getattr(hp, which) or 1
+    for name in ("val_tokens", "val_start"):
+        need(getattr(hp, name) % unit == 0, name, f"a multiple of {which}={unit}; the nearest is "
+             f"{nearest_multiple(getattr(hp, name), unit)}")
+    need(not (hp.align_documents and hp.segment_tokens), "align_documents",
+         "false where segment_tokens is set: a segment starts anywhere")
+    need(not (hp.align_documents and hp.ngram_order), "align_documents",
+         "false where n-grams are counted (ngram_order), which takes what the batches leave over")
     if hp.ngram_order:
         need(hp.padded_vocab <= 512, "ngram_order", "0 with more than 512 tokens: contexts are "
              "integers of 9 bits a token")
@@ -2576,6 +2733,8 @@ def validate(hp: Hyperparameters) -> None:
          f"less than vocab_size={hp.vocab_size}")
     need(all(layer in range(hp.num_layers) for layer in hp.layers_without_attention),
          "no_attention", f"layers from 0 to {hp.num_layers - 1}")
+    need(all(layer in range(hp.num_layers) for layer in hp.layers_with_short_window),
+         "short_window_layers", f"layers from 0 to {hp.num_layers - 1}")
     need(len(hp.value_tables) == hp.num_layers, "value_layout",
          f"one entry for each of the {hp.num_layers} layers")
     if hp.sample:

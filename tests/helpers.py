@@ -26,7 +26,8 @@ DATED = [name for name in train_gpt.PRESETS if name[0] == "2"]
 
 # Small in every way that costs time; what makes a system that system is left to its preset.
 TINY_FIELDS = dict(vocab_size=200, document_token=7, num_steps=12, batch_tokens=1024,
-                   sequence_tokens=512, segment_tokens=0, val_tokens=1024, val_start=0, val_every=0,
+                   sequence_tokens=512, segment_tokens=0, align_documents=False, val_tokens=1024,
+                   val_start=0, val_sequence_tokens=0, val_every=0,
                    model_dim=32, num_heads=2, num_layers=12, cooldown=5, device="cpu",
                    dtype="float32", muon_dtype="float32", compile="no", save_model=False,
                    sample_tokens=4, log_every=1)

@@ -138,10 +138,9 @@ def attention_step(tokens: int, window: int, unit: str = "block", heads: int = 4
     size = (window, train_gpt.NO_LIMIT)
     if unit == "block":
         size = (train_gpt.NO_LIMIT, window // train_gpt.BLOCK)
-    inputs = torch.ones(tokens, dtype=torch.int32)
-    mask = train_gpt.build_mask(inputs, torch.tensor(size, dtype=torch.int32), document_token=0,
-                                segment_tokens=0, attention="banded",
-                                blocks_back=train_gpt.blocks_back(*size))
+    documents = torch.zeros(tokens, dtype=torch.int32)
+    mask = train_gpt.build_mask(documents, torch.tensor(size, dtype=torch.int32), "banded",
+                                train_gpt.blocks_back(*size))
     grad = torch.randn(tokens, heads, head_dim)
     return lambda: train_gpt.attend(q, k, v, mask).backward(grad)
 

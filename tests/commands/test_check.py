@@ -127,7 +127,7 @@ def sees_one_block(q, k, v, mask):
     return attend(q, k, v, mask._replace(window=torch.tensor([1, 1], dtype=torch.int32)))
 
 
-def wrong_epsilon(x):
+def wrong_epsilon(x, eps):
     return F.rms_norm(x, (x.size(-1),), eps=0.1)
 
 

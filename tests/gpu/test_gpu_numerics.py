@@ -50,9 +50,10 @@ def test_flex_attention_agrees_with_banded(window, monkeypatch):
     weight, *qkv = torch.randn(4, tokens, 2, 16, generator=generator)
     window_tensor = torch.tensor(window, dtype=torch.int32)
     blocks_back = train_gpt.blocks_back(*window)
+    documents = train_gpt.number_documents(inputs, document_token=0, segment_tokens=0)
     results = []
     for attention in ("banded", "flex"):
-        mask = train_gpt.build_mask(inputs, window_tensor, 0, 0, attention, blocks_back)
+        mask = train_gpt.build_mask(documents, window_tensor, attention, blocks_back)
         if attention == "flex":
             mask = mask._replace(block_mask=as_a_kernel_sees(mask.block_mask))
         q, k, v = (x.clone().requires_grad_() for x in qkv)
