@@ -1,4 +1,6 @@
 """Paths, threads and fixtures of the tests; helpers.py has what they call."""
+import functools
+import inspect
 import os
 import shutil
 import sys
@@ -25,6 +27,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 import train_gpt  # noqa: E402
 
 torch.set_num_threads(1)
+inspect.getsource = functools.cache(inspect.getsource)  # 0.1 s for each command line that is parsed
 settings.register_profile("trainer", deadline=None, derandomize=True, max_examples=40,
                           database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("trainer")

@@ -371,17 +371,19 @@ REFUSED = [
     *((f"{name}={value}", f"at least {lowest}") for name, value, lowest in [
         ("num_steps", "0", 1), ("num_steps", "-5", 1), ("vocab_multiple", "0", 1),
         ("log_every", "0", 1), ("val_tokens", "0", 128), ("batch_tokens", "0", 128),
-        ("num_heads", "0", 1), ("mlp_ratio", "0", 1), ("window_start", "0", 1),
+        ("num_heads", "0", 1), ("mlp_ratio", "0", 1), ("window_start", "-1", 0),
         ("window_end", "-1", 1), ("muon_steps", "0", 1), ("softcap", "-1", 0),
         ("val_every", "-1", 0), ("top_k", "-2", 0), ("temperature", "-0.5", 0),
         ("muon_decay", "-1", 0), ("embed_rate", "-0.1", 0), ("cooldown", "-1", 0),
         ("seed", "-1", 0), ("document_token", "-1", 0), ("segment_tokens", "-512", 0),
         ("muon_momentum", "-0.1", 0), ("adam_beta1", "-3", 0), ("value_lambdas", "0", 1),
         ("rotary_fraction", "0", 0.001), ("rotary_base", "0.5", 1.001), ("model_dim", "1", 4),
-        ("batch_tokens", "1", 128), ("num_layers", "1", 2), ("keep_checkpoints", "0", 1)]),
+        ("batch_tokens", "1", 128), ("num_layers", "1", 2), ("keep_checkpoints", "0", 1),
+        ("adam_eps", "-1e-8", 0), ("norm_eps", "-1", 0), ("rate_floor", "-0.1", 0),
+        ("val_sequence_tokens", "-128", 0)]),
     *((f"{name}={value}", f"at most {highest}") for name, value, highest in [
         ("adam_beta1", "1", 0.999999), ("adam_beta2", "1.5", 0.999999), ("value_lambdas", "3", 2),
-        ("rotary_fraction", "1.5", 1), ("seed", str(2**63), 2**63 - 1),
+        ("rotary_fraction", "1.5", 1), ("rate_floor", "1.1", 1), ("seed", str(2**63), 2**63 - 1),
         ("seed", "1e30", 2**63 - 1), ("batch_tokens", "1e15", 10**12),
         ("vocab_size", "70000", 65536), ("timeout", "1e300", 10**6),
         ("sequence_tokens", "1e9", "batch_tokens=4096")]),
@@ -395,6 +397,8 @@ REFUSED = [
     ("batch_tokens=5000", "a multiple of sequence_tokens=4096; the nearest is 4096"),
     ("batch_tokens=7000", "the nearest is 8192"), ("val_tokens=5000", "the nearest is 4096"),
     ("sequence_tokens=4100", "a multiple of the mask's block of 128; the nearest is 4096"),
+    ("val_sequence_tokens=1000", "a multiple of the mask's block of 128; the nearest is 1024"),
+    ("align_documents=true", "false where segment_tokens is set"),
     ("segment_tokens=500", "a divisor of sequence_tokens=4096, such as 512"),
     ("segment_tokens=3000", "such as 512"), ("segment_tokens=5000", "such as 512"),
     ("document_token=257", "less than vocab_size=257"),
@@ -410,6 +414,9 @@ REFUSED = [
     ("compile=y", "one of auto, yes, no"), ("attention=flash", "one of auto, flex, banded"),
     ("value_layout=mirror", "one of none, per_layer, mirrored, ends"),
     ("no_attention=second", "one of none, second_decoder"),
+    ("window_rounding=nearest", "one of down, up"),
+    ("short_window_layers=all", "one of none, inner"),
+    ("short_window_layers=(4,)", "layers from 0 to 3"),
     *((f"preset={value}", "one of h100, h100-fp8, laptop, 2024-11-19,") for value in
       ("labtop", "2024-12-11", "H100", "", "+", "auto+laptop")),
     ("value_layout=(0,1)", "one entry for each of the 4 layers"),
@@ -435,6 +442,15 @@ def test_a_refusal_names_the_option_and_what_is_expected(argument, expected):
     if advice and argument not in ("model_dim=1", "batch_tokens=0", "batch_tokens=1",
                                    "val_tokens=0", "batch_tokens=1e15", "vocab_size=70000"):
         parse_command_line([*SHAPE, f"--{name}={advice[1]}"])
+
+
+def test_validation_is_cut_into_its_own_sequences():
+    assert parse_command_line([*SHAPE, "--val_sequence_tokens=1024"]).val_sequence_tokens == 1024
+    expected = "--val_tokens=4096: expected a multiple of val_sequence_tokens=640; the nearest is"
+    with pytest.raises(UserError, match=expected):
+        parse_command_line([*SHAPE, "--val_sequence_tokens=640"])
+    aligned = ["--preset=2025-07-13", "--val_tokens=1048576"]
+    assert parse_command_line(aligned).sequence_tokens == 49_152
 
 
 def test_a_long_sequence_does_not_ask_for_a_huge_batch():

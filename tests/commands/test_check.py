@@ -119,12 +119,13 @@ def test_the_head_in_float8_is_compared_too(monkeypatch):
 attend = train_gpt.attend
 
 
-def sees_all(q, k, v, mask):
-    return attend(q, k, v, mask._replace(bias=mask.bias.clamp(min=-1.0)))
+def sees_all(q, k, v, mask, scale):
+    return attend(q, k, v, mask._replace(bias=mask.bias.clamp(min=-1.0)), scale)
 
 
-def sees_one_block(q, k, v, mask):
-    return attend(q, k, v, mask._replace(window=torch.tensor([1, 1], dtype=torch.int32)))
+def sees_one_block(q, k, v, mask, scale):
+    window = torch.tensor([1, 1], dtype=torch.int32)
+    return attend(q, k, v, mask._replace(window=window), scale)
 
 
 def wrong_epsilon(x, eps):
