@@ -2392,8 +2392,22 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float
     if hardware.attention == "banded" and hardware.device.type != "cpu":
         band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
         per_layer += 3 * hp.num_heads * band                    # attention weights, three copies
-    logits = hp.padded_vocab * (itemsize if hardware.compile else 16)  # fused; 4 copies in fp32
-    return fixed, hp.num_layers * per_layer * itemsize + logits
+    return fixed, hp.num_layers * per_layer * itemsize + logit_bytes(hp, hardware)
+
+
+def logit_bytes(hp: Hyperparameters, hardware: Hardware) -> int:
+    """Of a token's logits: once where their loss is compiled, otherwise four copies in fp32."""
+    return hp.padded_vocab * (hardware.dtype.itemsize if hardware.compile else 16)
+
+
+def peak_memory(hp: Hyperparameters, hardware: Hardware) -> float:
+    """Bytes that a run needs: for a step, or for longer sequences of validation.
+
+    A validation needs little more than the logits.
+    """
+    fixed, per_token = memory_needed(hp, hardware)
+    return fixed + max(hp.sequence_tokens * per_token,
+                       hp.val_sequence_tokens * logit_bytes(hp, hardware))
 
 
 def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
@@ -2434,7 +2448,7 @@ def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
         share = max(BLOCK, min(2**16, hp.batch_tokens // hardware.world_size))
         power_of_two = 1 << (share.bit_length() - 1)  # where none divides: validate says so
         hp.sequence_tokens = max(fitting, default=min(lengths, default=power_of_two))
-    needed = fixed + hp.sequence_tokens * per_token
+    needed = peak_memory(hp, hardware)
     if needed <= room:
         return ""
     return (f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
@@ -2443,7 +2457,9 @@ def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
 
 def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
     """The remedy where memory is short."""
-    fixed, _ = memory_needed(hp, hardware)
+    fixed, per_token = memory_needed(hp, hardware)
+    if fixed + hp.sequence_tokens * per_token < peak_memory(hp, hardware):
+        return f"give --val_sequence_tokens={math.gcd(hp.val_sequence_tokens // 2, hp.val_tokens)}"
     lengths = possible_sequences(hp, hardware.world_size)
     shorter = max((length for length in lengths if length < hp.sequence_tokens), default=0)
     if not shorter or fixed > available_bytes(hardware):

@@ -159,6 +159,19 @@ def test_the_warning_is_in_the_log_and_the_run_goes_on(data, capsys, monkeypatch
     assert sentence in capsys.readouterr().out.splitlines()
 
 
+def test_long_sequences_of_validation_are_counted_too(cards):
+    """2025-07-13 trains on 49,152 tokens and validates on 262,144, with 26 GB of logits."""
+    cards(80)
+    hp, warning = fitted("--preset=2025-07-13")
+    assert warning == "" and hp.sequence_tokens == 49_152
+    cards(32)
+    remedy = "give --val_sequence_tokens=131072"
+    hp, warning = fitted("--preset=2025-07-13", "--fp8_head=false")
+    assert warning.endswith(remedy), warning
+    arguments = ["--preset=2025-07-13", "--fp8_head=false", "--val_sequence_tokens=131072"]
+    assert fitted(*arguments)[1] == ""
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
                                    MemoryError()])
 @pytest.mark.parametrize("sequence, remedy", [

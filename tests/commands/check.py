@@ -44,8 +44,8 @@ def free_bytes(hardware: Hardware) -> tuple[int | None, str]:
 
 
 def check_memory(hp: Hyperparameters, hardware: Hardware) -> str:
-    fixed, per_token = train_gpt.memory_needed(hp, hardware)
-    needed = fixed + hp.sequence_tokens * per_token
+    fixed, _ = train_gpt.memory_needed(hp, hardware)
+    needed = train_gpt.peak_memory(hp, hardware)
     free, name = free_bytes(hardware)
     if free is None:
         return f"about {needed / GIB:.1f} GiB needed; this system does not say how much is free"

@@ -1,4 +1,4 @@
-"""Trace training steps as a GPU would allocate them, and compare with train_gpt.memory_needed.
+"""Trace steps and a validation as a GPU would allocate them; compare with train_gpt.peak_memory.
 
     python fake_gpu.py --card=H100 --depth=wrapper memory.py [--name=value …]
 
@@ -10,6 +10,7 @@ import json
 import sys
 
 import fake_gpu
+import train_gpt
 import training
 
 
@@ -23,6 +24,7 @@ def main(arguments: list[str]) -> None:
     trainer = training.build_trainer(arguments, micro_steps=2)
     for step in range(2):
         trainer.step(trainer.data.train.next_batch(), step)
+    train_gpt.evaluate(trainer)
     peak = fake_gpu.seen.peak_bytes
     loss, in_forward = largest_in(training.forward, trainer)
     _, in_backward = largest_in(loss.backward)

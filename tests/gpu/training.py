@@ -25,15 +25,16 @@ class Batches:
 
 def build_trainer(arguments: list[str], micro_steps: int) -> train_gpt.Trainer:
     """With these arguments on top of the preset h100, and this many sequences per rank and step."""
-    hp = train_gpt.parse_command_line(["--preset=h100", "--val_tokens=65536", *arguments])
+    hp = train_gpt.parse_command_line(["--preset=h100", "--val_tokens=1048576", *arguments])
     hardware = train_gpt.find_hardware(hp)
     train_gpt.fit_sequence(hp, hardware)
+    val_sequence = hp.val_sequence_tokens or hp.sequence_tokens
     hp.batch_tokens = hardware.world_size * micro_steps * hp.sequence_tokens
-    hp.val_tokens = hardware.world_size * hp.sequence_tokens
+    hp.val_tokens = hardware.world_size * val_sequence
     train_gpt.prepare_device(hp, hardware)
     train_gpt.join_group(hardware)
     train = Batches(hp.sequence_tokens, micro_steps)
-    val = Batches(hp.sequence_tokens, 1)
+    val = Batches(val_sequence, 1)
     return train_gpt.Trainer(hp, hardware, train_gpt.Data(train, val, None, {}))
 
 
@@ -52,5 +53,5 @@ def window_changes(trainer: train_gpt.Trainer) -> list[int]:
 
 def estimated_memory(trainer: train_gpt.Trainer) -> tuple[float, float]:
     """(bytes of parameters, gradients and optimizers; bytes in all), as the trainer estimates."""
-    state, per_token = train_gpt.memory_needed(trainer.hp, trainer.hardware)
-    return state, state + trainer.hp.sequence_tokens * per_token
+    state, _ = train_gpt.memory_needed(trainer.hp, trainer.hardware)
+    return state, train_gpt.peak_memory(trainer.hp, trainer.hardware)
