@@ -141,7 +141,13 @@ def copy_of(x: torch.Tensor) -> torch.Tensor:
     return x.detach().to("cpu", torch.float32, copy=True)
 
 
-def small_step(hardware: Hardware, fp8_head: bool,
+# What the small model takes from the run that is checked.
+TECHNIQUES = ("attention_scale", "norm_eps", "logit_scale", "softcap", "sum_loss", "adam_eps",
+              "fp8_head", "fp8_x_scale", "fp8_weight_scale", "fp8_grad_scale", "rotary_base",
+              "rotary_fraction", "rotary_endpoint")
+
+
+def small_step(run_hp: Hyperparameters, hardware: Hardware,
                gradients: dict | None = None) -> tuple[dict, dict]:
     """(loss and gradients, updates by both optimizers) of a step of a small model.
 
@@ -150,7 +156,8 @@ def small_step(hardware: Hardware, fp8_head: bool,
     """
     hp = Hyperparameters(vocab_size=1000, document_token=999, num_layers=3, num_heads=2,
                          model_dim=256, sequence_tokens=1024, window_start=384, window_end=384,
-                         fp8_head=fp8_head)
+                         short_window_layers=(1,) if run_hp.layers_with_short_window else (),
+                         **{name: getattr(run_hp, name) for name in TECHNIQUES})
     generator = torch.Generator().manual_seed(0)
     model = GPT(hp, hardware.dtype, hardware.attention, hardware.flex_options)
     tokens = torch.randint(hp.vocab_size - 1, (hp.sequence_tokens + 1,), generator=generator)
@@ -168,7 +175,7 @@ def small_step(hardware: Hardware, fp8_head: bool,
     tokens = tokens.to(hardware.device)
     window = torch.tensor(train_gpt.window_at(hp, 0), dtype=torch.int32, device=hardware.device)
     loss = forward(tokens[:-1].int(), tokens[1:], window)
-    loss.backward()
+    (loss * hp.sequence_tokens if hp.sum_loss else loss).backward()
     named = dict(model.named_parameters())
     computed = {"loss": copy_of(loss)} | {name: copy_of(p.grad) for name, p in named.items()}
     before = {name: copy_of(p) for name, p in named.items()}
@@ -196,11 +203,11 @@ def rounding_limit(name: str, expected: torch.Tensor, hardware: Hardware) -> flo
     return 0.06 if expected.ndim == 2 else 0.5
 
 
-def step_error(hardware: Hardware, fp8_head: bool = False) -> tuple[float, str]:
+def step_error(hp: Hyperparameters, hardware: Hardware) -> tuple[float, str]:
     """(how far this device is from the CPU in fp32, in units of the limit; where it is farthest)"""
-    computed, updates = small_step(hardware, fp8_head)
-    expected, _ = small_step(Hardware(), fp8_head)
-    _, expected_updates = small_step(Hardware(), fp8_head, computed)
+    computed, updates = small_step(hp, hardware)
+    expected, _ = small_step(hp, Hardware())
+    _, expected_updates = small_step(hp, Hardware(), computed)
     expected |= expected_updates
     errors = {}
     for name, x in (computed | updates).items():
@@ -215,7 +222,7 @@ def check_step(hp: Hyperparameters, hardware: Hardware) -> str:
     if hardware.device.type == "cpu":
         return "not needed: the CPU's own step is what the tests compare with"
     start = time.perf_counter()
-    everyone = [(*step_error(hardware, hp.fp8_head), hardware.rank)]
+    everyone = [(*step_error(hp, hardware), hardware.rank)]
     if hardware.world_size > 1:
         own = everyone[0]
         everyone = [None] * hardware.world_size

@@ -7,12 +7,14 @@ import check
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, TINY, run
+from helpers import ROOT, TINY, hyperparameters, run
 
 import train_gpt
 from train_gpt import Hardware
 
 ROUNDED = Hardware(dtype=torch.bfloat16, muon_dtype=torch.bfloat16)
+H100 = hyperparameters("h100")
+FP8 = hyperparameters("h100-fp8")
 
 
 # ---- what it says ----
@@ -92,10 +94,20 @@ def test_the_dated_presets_do_not_tune_their_kernels_for_it(monkeypatch):
 
 @pytest.mark.parametrize("hardware", [ROUNDED, Hardware(muon_dtype=torch.bfloat16), Hardware()])
 def test_rounding_passes(hardware):
-    error, where = check.step_error(hardware)
+    error, where = check.step_error(H100, hardware)
     assert error < 0.8, where
     if hardware == Hardware():
         assert error == 0
+
+
+@pytest.mark.parametrize("preset", ["2024-12-04", "2025-01-13", "2025-01-16", "2025-07-13"])
+def test_the_step_has_the_techniques_of_the_preset(preset):
+    hp = hyperparameters(preset)
+    error, where = check.step_error(hp, ROUNDED)
+    assert 0 < error < 0.8, where
+    computed, _ = check.small_step(hp, Hardware())
+    plain, _ = check.small_step(H100, Hardware())
+    assert any(not torch.equal(computed[name], plain[name]) for name in plain)
 
 
 def only_there(monkeypatch, name: str, wrong) -> None:
@@ -110,10 +122,10 @@ def only_there(monkeypatch, name: str, wrong) -> None:
 
 def test_the_head_in_float8_is_compared_too(monkeypatch):
     """Its FP8 with the CPU's: other rounding in bfloat16 passes, a wrong scale does not."""
-    error, where = check.step_error(ROUNDED, fp8_head=True)
+    error, where = check.step_error(FP8, ROUNDED)
     assert 0 < error < 0.8, where
     only_there(monkeypatch, "to_float8", lambda x, scale, dtype: (1.1 * scale * x).to(dtype))
-    assert check.step_error(ROUNDED, fp8_head=True)[0] > 1
+    assert check.step_error(FP8, ROUNDED)[0] > 1
 
 
 attend = train_gpt.attend
@@ -136,7 +148,7 @@ def wrong_epsilon(x, eps):
     ("attend", sees_all), ("attend", sees_one_block), ("norm", wrong_epsilon)])
 def test_mistakes_do_not(monkeypatch, name, wrong):
     only_there(monkeypatch, name, wrong)
-    assert check.step_error(ROUNDED)[0] > 1
+    assert check.step_error(H100, ROUNDED)[0] > 1
 
 
 def test_an_optimizer_that_is_wrong_does_not(monkeypatch):
@@ -146,7 +158,7 @@ def test_an_optimizer_that_is_wrong_does_not(monkeypatch):
         *others, steps, dtype = arguments
         return right(*others, steps - 1 if dtype == torch.bfloat16 else steps, dtype)
     monkeypatch.setattr(train_gpt, "orthogonal_updates", one_step_less)
-    error, where = check.step_error(ROUNDED)
+    error, where = check.step_error(H100, ROUNDED)
     assert error > 1 and where.startswith("update of blocks.")
 
 
@@ -161,9 +173,9 @@ hardware = train_gpt.find_hardware(hp)
 train_gpt.prepare_device(hp, hardware)
 train_gpt.join_group(hardware)
 assert hardware.world_size == 2 and hardware.dtype == torch.bfloat16
-sys.stdout.write(f"error {{check.step_error(hardware)}}\\n")  # at once: the ranks share the pipe
+sys.stdout.write(f"error {{check.step_error(hp, hardware)}}\\n")  # at once: ranks share the pipe
 hardware.device = torch.device("meta")  # anything but the CPU, which has nothing to compare
-check.step_error = lambda hardware, fp8_head: (0.5 + hardware.rank, "head.weight")
+check.step_error = lambda hp, hardware: (0.5 + hardware.rank, "head.weight")
 try:
     check.check_step(hp, hardware)
 except train_gpt.UserError as error:
@@ -181,7 +193,7 @@ train_gpt.leave_group(finished=True)
 
 
 def test_a_gpu_that_is_wrong_is_named(monkeypatch):
-    monkeypatch.setattr(check, "step_error", lambda hardware, fp8_head: (7.0, "head.weight"))
+    monkeypatch.setattr(check, "step_error", lambda hp, hardware: (7.0, "head.weight"))
     gpu = Hardware(device=torch.device("cuda", 0))
     with pytest.raises(train_gpt.UserError,
                        match="GPU 0 computes something else.*head.weight is off by 7 times"):
