@@ -4,6 +4,7 @@
 #   ./run.sh check [--name=value …]    would this run work? says so in seconds, without training
 #   ./run.sh records COMMAND …         verifies, compares, replays and plots the logs of runs
 #   ./run.sh bench                     the benchmarks, as ratios
+#   ./run.sh bench gpu [--name=value …]    a step on a GPU, modelled by its bytes and FLOPs
 #   ./run.sh faults [KILLS]            kills a run many times at random moments: is anything lost?
 # Variables: NPROC (processes on this machine; default: one per GPU, or 1), PYTHON (interpreter);
 # several machines: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500), or SLURM's own;

@@ -1,13 +1,18 @@
 """Benchmarks: ./run.sh bench [NAME …]
 
 Ratios only, each against a reference that is measured interleaved in the same run.
+
+./run.sh bench gpu [--card=H100] [--world_size=8] [--name=value …] instead models a step on a GPU
+from its bytes and FLOPs (tests/gpu/cost_model.py); it needs none. Options of train_gpt.py follow.
 """
 import argparse
 import contextlib
 import functools
 import io
 import itertools
+import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -289,6 +294,28 @@ BENCHMARKS = {"step": bench_step, "scaling": bench_scaling, "attention": bench_a
               "checkpoint": bench_checkpoint}
 
 
+# ---- the model of a step on a GPU ----
+
+def model_gpu_step(arguments: list[str]) -> int:
+    """In a process of its own, which pretends to have the card."""
+    folder = Path(__file__).resolve().parents[1] / "gpu"
+    parser = argparse.ArgumentParser(prog="./run.sh bench gpu", allow_abbrev=False)
+    parser.add_argument("--card", default="H100", help="of tests/gpu/cost_model.py: RATES")
+    parser.add_argument("--world_size", type=int, help="ranks; default: 8, for the laptop preset 1")
+    options, hyperparameters = parser.parse_known_args(arguments)
+    world_size = options.world_size
+    if world_size is None:
+        world_size = 1 if any("laptop" in argument for argument in hyperparameters) else 8
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", folder / "fake_gpu.py", f"--card={options.card}",
+         "--depth=wrapper", f"--world_size={world_size}", folder / "cost_model.py",
+         *hyperparameters],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "TORCH_LOGS": "-all"})
+    *lines, numbers = process.stdout.splitlines() or [""]
+    print(*lines, *([] if numbers.startswith("{") else [numbers]), sep="\n")
+    return process.returncode
+
+
 def is_met(ratio: float, sign: str, bound: float | None) -> bool:
     if bound is None:
         return True
@@ -296,6 +323,8 @@ def is_met(ratio: float, sign: str, bound: float | None) -> bool:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["gpu"]:
+        return model_gpu_step(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME",
                         help=f"which of {', '.join(BENCHMARKS)}; default: all")

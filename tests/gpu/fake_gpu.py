@@ -516,7 +516,7 @@ def session():
             finally:
                 self.depth -= 1
             if self.depth == 0 and TracingContext.try_get() is None:  # run, not traced
-                note(function, args, result)
+                note(function, args, kwargs, result)
             return result
 
         def out_variant(self, function, args, kwargs):
@@ -542,7 +542,7 @@ def session():
         yield seen
 
 
-def note(function, args, result) -> None:
+def note(function, args, kwargs, result) -> None:
     tensors = [leaf for leaf in tree_leaves((args, result))
                if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
     if tensors and function.namespace == "aten" and function._opname not in FREE:

@@ -23,11 +23,15 @@ class Batches:
         return [(tokens[:-1].int(), tokens[1:].long())] * self.micro_steps
 
 
-def build_trainer(arguments: list[str], micro_steps: int) -> train_gpt.Trainer:
-    """With these arguments on top of the preset h100, and this many sequences per rank and step."""
+def build_trainer(arguments: list[str], micro_steps: int = 0) -> train_gpt.Trainer:
+    """With these arguments on top of the preset h100, and this many sequences per rank and step.
+
+    0: as many as the batch has.
+    """
     hp = train_gpt.parse_command_line(["--preset=h100", "--val_tokens=1048576", *arguments])
     hardware = train_gpt.find_hardware(hp)
     train_gpt.fit_sequence(hp, hardware)
+    micro_steps = micro_steps or train_gpt.micro_steps(hp, hardware)
     val_sequence = hp.val_sequence_tokens or hp.sequence_tokens
     hp.batch_tokens = hardware.world_size * micro_steps * hp.sequence_tokens
     hp.val_tokens = hardware.world_size * val_sequence
