@@ -486,7 +486,7 @@ FREE = {  # these launch nothing
     "empty", "empty_strided", "as_strided", "view", "_unsafe_view", "detach", "alias", "t",
     "transpose", "permute", "slice", "select", "unsqueeze", "squeeze", "expand", "split", "unbind",
     "reshape", "lift_fresh", "unfold", "lift", "new_empty", "empty_like", "new_empty_strided",
-    "record_stream"}
+    "record_stream", "split_with_sizes", "unsafe_split", "_reshape_alias"}
 
 
 @contextlib.contextmanager
