@@ -775,7 +775,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = flex_attention(q, k, v, block_mask=mask.block_mask, scale=scale,
                              kernel_options=mask.flex_options)
-        return out[0].transpose(0, 1)
+        return out.squeeze(0).transpose(0, 1)  # [0] would copy the gradient
     span = mask.bias.size(-1)
     if q.device.type == "cpu":
         if not torch.compiler.is_compiling():  # a narrow window costs less; a graph has one shape
