@@ -1270,7 +1270,8 @@ class GPT(nn.Module):
         if hp.logit_scale != 1:
             logits = logits * (hp.logit_scale or hp.model_dim**-0.5)
         if hp.softcap:
-            logits = hp.softcap * torch.tanh(logits / hp.softcap)
+            # [None], squeeze: else Inductor takes c·tanh for a scaled softmax, in three passes
+            logits = (hp.softcap * torch.tanh(logits[None] / hp.softcap)).squeeze(0)
         if self.ngrams is not None:
             logits = logits + (1 + torch.tanh(self.ngram_gate(x).to(logits.dtype))) * chances.log()
         if copies:
