@@ -1337,8 +1337,9 @@ class Muon(torch.optim.Optimizer):
 
     Works on any number of ranks, or without a process group. Parameters are grouped by size, the
     largest first, and each rank orthogonalizes its share of a group. An asynchronous all-gather
-    exchanges the updates while the next group is computed: only the last gather, of the smallest
-    matrices, is not hidden. A rank keeps the momentum of its own parameters only.
+    exchanges the updates while the next group is computed, the last one during `meanwhile`: no
+    update is applied before all gathers have begun. A rank keeps the momentum of its own parameters
+    only.
     """
 
     def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0,
@@ -1375,14 +1376,12 @@ class Muon(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in self.own(group)]
 
     @torch.no_grad()
-    def step(self) -> None:
-        previous = None
-        for group in self.param_groups:
-            updates = self.updates(group)
-            if previous:
-                self.apply(*previous)
-            previous = group, *self.gather(updates, group)
-        self.apply(*previous)
+    def step(self, meanwhile=lambda: None) -> None:
+        """`meanwhile` is called while the updates travel."""
+        gathers = [(group, *self.gather(self.updates(group), group)) for group in self.param_groups]
+        meanwhile()
+        for group, updates, handle in gathers:
+            self.apply(group, updates, handle)
 
     def updates(self, group: dict) -> Tensor | None:
         own = self.own(group)
@@ -1562,7 +1561,8 @@ class Trainer:
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
         """One optimizer step. Returns the mean loss over all ranks.
 
-        A loss or gradient that is not finite raises before the optimizers change a weight.
+        A loss that is not finite raises before the optimizers change a weight; a gradient, too, in
+        the steps that are logged, validated or saved. After the others the next loss shows it.
         """
         set_schedules(self.hp, step, self.optimizers, self.window)
         mean_loss = torch.zeros((), dtype=self.model.loss_dtype, device=self.hardware.device)
@@ -1574,18 +1574,25 @@ class Trainer:
                 if self.hp.sum_loss:
                     loss = loss * self.hp.sequence_tokens
                 loss.backward()
-        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
-                                                  foreach=self.hardware.device.type != "mps")
+        grad_norm = torch.zeros_like(mean_loss)
+        if self.checks_gradients(step + 1):  # not always: it reads every gradient once more
+            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
+                                                      foreach=self.hardware.device.type != "mps")
         stop = torch.full_like(mean_loss, self.stop_requested)
         values = torch.stack((mean_loss, grad_norm.type_as(mean_loss), stop))
         sums = all_reduce_sum(values, self.hardware)
         loss = sums[0] / self.hardware.world_size
         self.stopping = sums[2] > 0
         self.require_finite(step + 1, loss, sums[1])
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        adam, muon = self.optimizers
+        muon.step(meanwhile=adam.step)  # their parameters are disjoint
+        self.model.zero_grad(set_to_none=True)
         return loss
+
+    def checks_gradients(self, step: int) -> bool:
+        hp = self.hp
+        intervals = (hp.log_every, hp.val_every, hp.save_every)
+        return step in (1, hp.num_steps) or any(n and step % n == 0 for n in intervals)
 
     def require_finite(self, step: int, loss: float, total_norm: float | Tensor) -> None:
         """Name what is not finite, and the batch to replay."""

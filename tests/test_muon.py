@@ -3,6 +3,7 @@ import math
 import multiprocessing
 import os
 import socket
+import types
 
 import pytest
 import reference
@@ -229,6 +230,25 @@ def test_tall_matrices_take_larger_steps():
         Muon([p], lr=0.1).step()
         largest = torch.linalg.svdvals(p.detach()).max()
         assert 0.1 * scale * 0.68 <= largest <= 0.1 * scale * 1.2
+
+
+def test_all_gathers_have_begun_before_an_update_is_applied(monkeypatch):
+    """So that they are hidden: each by the next group's updates, the last by the other optimizer.
+    """
+    events = []
+
+    def all_gather(everyone, own, async_op):
+        events.append("gather")
+        everyone.copy_(own.repeat(2, 1, 1))
+        return types.SimpleNamespace(wait=lambda: events.append("wait"))
+
+    monkeypatch.setattr(train_gpt.dist, "all_gather_single", all_gather)
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((8, 8), (16, 8), (8, 8))]
+    for p in params:
+        p.grad = random_matrices(*p.shape)
+    Muon(params, rank=0, world_size=2).step(meanwhile=lambda: events.append("meanwhile"))
+    assert events == ["gather", "gather", "meanwhile", "wait", "wait"]
+    assert all(p.detach().abs().max() > 0 for p in params)
 
 
 def test_it_takes_matrices_only():
