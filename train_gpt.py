@@ -579,10 +579,15 @@ class Loader:
         self.ends = list(itertools.accumulate(self.batches))
         self.index = 0          # the next batch: all there is to know about the position
         self.prefetched = {}    # the batch being read in the background, by index
-        self.reader = ThreadPoolExecutor(1, "loader")
+        self.reader = ThreadPoolExecutor(1, "loader", self.prepare_thread)
 
     def __len__(self) -> int:
         return self.ends[-1]
+
+    def prepare_thread(self) -> None:
+        """A thread has a CUDA device of its own: pinned memory would open a context on GPU 0."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def locate(self, index: int) -> tuple[Shard, int]:
         """(the shard of a batch, the batch's number in it)"""

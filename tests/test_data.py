@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -167,6 +168,18 @@ def test_what_a_batch_is_made_of(make_shards):
         assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)
         assert inputs.shape == targets.shape == (SEQUENCE,)
         assert (inputs == 65535).all() and (targets == 65535).all()
+
+
+def test_the_thread_that_reads_has_the_device_of_its_rank(make_shards, monkeypatch):
+    """A CUDA device is a thread's own: pinned memory would open a context on GPU 0."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device",
+                        lambda device: chosen.append((threading.current_thread().name, device)))
+    pattern = make_shards(*numbered(1000))
+    for device in ("cpu", "cuda:3"):
+        loader = Loader(pattern, SEQUENCE, SEQUENCE, device=device)
+        loader.reader.submit(int).result()
+    assert chosen == [("loader_0", torch.device("cuda", 3))]
 
 
 def test_reading_ahead_does_not_change_the_order(make_shards):
