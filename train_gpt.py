@@ -778,8 +778,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
     """
     if mask.block_mask is not None:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        options = dict(ROWS_GUARANTEED_SAFE=True)  # a query sees itself: no row is empty
+        options |= mask.flex_options or {}
         out = flex_attention(q, k, v, block_mask=mask.block_mask, scale=scale,
-                             kernel_options=mask.flex_options)
+                             kernel_options=options)
         return out.squeeze(0).transpose(0, 1)  # [0] would copy the gradient
     span = mask.bias.size(-1)
     if q.device.type == "cpu":
