@@ -11,7 +11,6 @@
 # MAX_RESTARTS (how often failed ranks restart from the last checkpoint; default: never).
 set -euo pipefail  # all of this also runs in bash 3.2, which is macOS's
 cd "$(dirname "${BASH_SOURCE[0]}")"
-export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 # glibc: keep the memory of large tensors instead of returning it each time (8 % of a CPU step)
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1000000000}"
 export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-2000000000}"

@@ -387,6 +387,8 @@ class Hardware:
 
 def find_hardware(hp: Hyperparameters) -> Hardware:
     """Ranks come from torchrun's variables; without them there is one process and no group."""
+    # fewer fragments; PyTorch reads it when CUDA starts
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     here = Hardware(rank=int(os.environ.get("RANK", 0)),
                     world_size=int(os.environ.get("WORLD_SIZE", 1)),
                     local_rank=int(os.environ.get("LOCAL_RANK", 0)), timeout=hp.timeout)
@@ -2407,7 +2409,10 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float
     if hardware.attention == "banded" and hardware.device.type != "cpu":
         band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
         per_layer += 3 * hp.num_heads * band                    # attention weights, three copies
-    return fixed, hp.num_layers * per_layer * itemsize + logit_bytes(hp, hardware)
+    logits = logit_bytes(hp, hardware)
+    if hp.fp8_head:
+        logits += 2 * hp.padded_vocab           # the gradient in FP8 and its transpose
+    return fixed, hp.num_layers * per_layer * itemsize + logits
 
 
 def logit_bytes(hp: Hyperparameters, hardware: Hardware) -> int:
@@ -2442,11 +2447,12 @@ def usable_bytes(total_bytes: int) -> float:
 
 
 def available_bytes(hardware: Hardware) -> float:
-    """On the smallest GPU here, or in this machine."""
+    """What is free on this rank's GPU, of the smallest GPU here at most; or in this machine."""
     if hardware.device.type != "cuda":
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return usable_bytes(min(card.total_memory for card in cards))
+    free, _ = torch.cuda.mem_get_info(hardware.device)
+    return usable_bytes(min(free, *(card.total_memory for card in cards)))
 
 
 def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:

@@ -33,7 +33,7 @@ FP32 = torch.float32
 def cards(monkeypatch):
     """cards(gigabytes, …): GPUs of these sizes, all of one generation."""
     def pretend(*gigabytes: int, capability=(9, 0), shared: int | None = 227 * 1024,
-                hip: str | None = None):
+                hip: str | None = None, free: int | None = None):
         told = {} if shared is None else dict(shared_memory_per_block_optin=shared)
         properties = [SimpleNamespace(total_memory=size * GIB, major=capability[0], **told)
                       for size in gigabytes]
@@ -41,9 +41,14 @@ def cards(monkeypatch):
         def get_device_properties(device=0):
             return properties[getattr(device, "index", device)]
 
+        def mem_get_info(device):
+            total = get_device_properties(device).total_memory
+            return (total if free is None else free * GIB), total
+
         for name, value in dict(is_available=lambda: bool(gigabytes),
                                 device_count=lambda: len(gigabytes), current_device=lambda: 0,
-                                get_device_properties=get_device_properties).items():
+                                get_device_properties=get_device_properties,
+                                mem_get_info=mem_get_info).items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(train_gpt, "start_triton", lambda: None)
@@ -81,6 +86,37 @@ def test_the_sequence_is_as_long_as_fits(cards, gigabytes, tokens):
 def test_the_smallest_gpu_decides(cards):
     cards(80, 24, 80)
     assert fitted("--preset=h100")[0].sequence_tokens == 32768
+
+
+def test_memory_that_others_use_does_not_count(cards):
+    """With 20 of 80 GB free a sequence is as long as on a card of 20 GB."""
+    lengths = []
+    for size, free in ((80, None), (80, 20), (20, None)):
+        cards(size, free=free)
+        hp = train_gpt.parse_command_line(["--preset=h100"])
+        train_gpt.fit_sequence(hp, train_gpt.find_hardware(hp))
+        lengths.append(hp.sequence_tokens)
+    assert lengths[0] > lengths[1] == lengths[2]
+
+
+def test_cuda_is_told_to_fragment_less_whatever_the_launcher(monkeypatch):
+    hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu"])
+    for chosen, wanted in ((None, "expandable_segments:True"), ("backend:x", "backend:x")):
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+        if chosen:
+            monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", chosen)
+        train_gpt.find_hardware(hp)
+        assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == wanted
+
+
+def test_fp8_keeps_the_gradient_of_the_logits_twice(cards):
+    """One byte each; the traces of tests/gpu say the same."""
+    cards(80)
+    per_token = {}
+    for preset in ("h100", "h100-fp8"):
+        hp = train_gpt.parse_command_line([f"--preset={preset}"])
+        _, per_token[preset] = train_gpt.memory_needed(hp, train_gpt.find_hardware(hp))
+    assert per_token["h100-fp8"] - per_token["h100"] == 2 * 50304
 
 
 def test_the_sequence_divides_the_share_of_a_rank(cards, monkeypatch):
