@@ -30,6 +30,7 @@ import dataclasses
 import datetime
 import difflib
 import functools
+import gc
 import glob
 import hashlib
 import importlib
@@ -383,6 +384,7 @@ class Hardware:
     why_not_compiled: str = ""
     timeout: float = 600.0                      # seconds that a collective may take
     launcher_pid: int = 0                       # torchrun's process, on one machine; 0: none
+    give_up_at: float = math.inf                # when no collective is waited for any more
 
 
 def find_hardware(hp: Hyperparameters) -> Hardware:
@@ -1527,7 +1529,7 @@ def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
         work = dist.all_reduce(values, async_op=True)
         deadline = time.monotonic() + hardware.timeout
         while not work.is_completed():
-            if time.monotonic() > deadline:
+            if time.monotonic() > min(deadline, hardware.give_up_at):
                 raise dist.DistError(f"no answer in {hardware.timeout:g} s")
             time.sleep(2e-5)
         work.wait()
@@ -1707,7 +1709,12 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
     if hardware.compile:
         log.write("compiling and warming up …")
         clock.switch("warmup")
+        set_timeout(hardware, hp.timeout + 3600)  # ranks may compile minutes apart
         trainer.warm_up()
+        all_reduce_sum(torch.zeros(1, dtype=torch.int64, device=hardware.device), hardware)
+        set_timeout(hardware, hp.timeout)
+        gc.collect()
+        gc.freeze()  # the collector need not look through what the compiler left
     graphs = count_compiled_graphs()
     saved_step = start_step
     clock.switch("train")
@@ -2263,27 +2270,38 @@ def join_group(hardware: Hardware) -> None:
     """Names a rank that does not arrive within the timeout."""
     if hardware.world_size == 1:
         return
-    device_id = None
-    patience = hardware.timeout
-    if hardware.device.type == "cuda":
-        device_id = hardware.device
-        patience += 60  # all_reduce_sum times out first, and names the rank
+    device_id = hardware.device if hardware.device.type == "cuda" else None
     store = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and hardware.launcher_pid:
         # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        store.set(f"arrived{hardware.rank}", "")
+    arrivals = [f"arrived{rank}" for rank in range(hardware.world_size)]
     try:
+        if store:  # NCCL would wait for a missing rank without an end, and without its name
+            store.set(arrivals[hardware.rank], "")
+            store.wait(arrivals, datetime.timedelta(seconds=hardware.timeout))
         dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=hardware.rank,
                                 world_size=hardware.world_size, device_id=device_id,
-                                timeout=datetime.timedelta(seconds=patience))
+                                timeout=group_timeout(hardware))
     except dist.DistError as error:
-        missing = [str(rank) for rank in range(hardware.world_size)
-                   if store and not store.check([f"arrived{rank}"])]
+        missing = [str(rank) for rank, key in enumerate(arrivals)
+                   if store and not store.check([key])]
         raise UserError(f"rank {' and '.join(missing) or 'unknown'} did not arrive within "
                         f"--timeout={hardware.timeout:g} s ({reason_of(error)}); look at its "
                         "machine, or wait longer") from None
+
+
+def group_timeout(hardware: Hardware) -> datetime.timedelta:
+    """After which PyTorch itself ends a collective: all_reduce_sum is first, and names the rank."""
+    margin = 60 if hardware.device.type == "cuda" else 0
+    return datetime.timedelta(seconds=hardware.timeout + margin)
+
+
+def set_timeout(hardware: Hardware, seconds: float) -> None:
+    hardware.timeout = seconds
+    if hardware.world_size > 1:
+        dist.distributed_c10d._set_pg_timeout(group_timeout(hardware))
 
 
 def leave_group(finished: bool) -> None:
@@ -2356,6 +2374,9 @@ class SignalHandler:
         self.number = number
         self.reason = reason
         self.trainer.stop_requested = True
+        if self.trainer.hardware.device.type == "cuda":
+            # NCCL does not notice that a rank is gone; torchrun, which does, kills us after 30 s
+            self.trainer.hardware.give_up_at = time.monotonic() + 15
 
     def check_launcher(self) -> None:
         """Ranks whose torchrun was killed would train on, unseen, beside their replacement."""

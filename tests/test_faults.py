@@ -1,6 +1,7 @@
 """Ranks and faults: signals, killed and silent ranks, ranks that differ, lost machines."""
 import contextlib
 import errno
+import gc
 import os
 import random
 import re
@@ -371,6 +372,70 @@ while os.environ["RANK"] == "{late}":
     assert started.wait() != 0
     sentence = f"{said_by}: rank {late} did not arrive within --timeout=3 s"
     assert sentence in started.output, started.output
+
+
+def test_a_rank_that_does_not_arrive_is_named_before_nccl_waits_for_it(monkeypatch):
+    """NCCL connects all ranks at once, and says nothing about the one that is missing."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(train_gpt.dist, "TCPStore", lambda *address: store)
+    begun = []
+    monkeypatch.setattr(train_gpt.dist, "init_process_group", lambda *_, **__: begun.append(True))
+    for name, value in dict(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR="localhost",
+                            MASTER_PORT="1", TORCHELASTIC_RESTART_COUNT="0").items():
+        monkeypatch.setenv(name, value)
+    hardware = train_gpt.Hardware(rank=0, world_size=3, launcher_pid=1, timeout=0.2,
+                                  device=torch.device("cuda", 0))
+    store.set("attempt0/arrived1", "")
+    with pytest.raises(train_gpt.UserError, match="rank 2 did not arrive within --timeout=0.2 s"):
+        train_gpt.join_group(hardware)
+    assert not begun
+    store.set("attempt0/arrived2", "")
+    train_gpt.join_group(hardware)
+    assert begun
+
+
+def test_survivors_on_gpus_do_not_wait_for_a_rank_that_is_gone(monkeypatch):
+    """torchrun sends a signal when a rank is gone, and kills after 30 s; NCCL notices nothing."""
+    silent = types.SimpleNamespace(is_completed=lambda: False)
+    monkeypatch.setattr(train_gpt.dist, "all_reduce", lambda values, async_op: silent)
+    seconds = iter(range(1000))
+    monkeypatch.setattr(train_gpt.time, "monotonic", lambda: next(seconds))
+    waited = {}
+    for kind in ("cpu", "cuda"):
+        hardware = train_gpt.Hardware(world_size=2, timeout=100, device=torch.device(kind))
+        trainer = types.SimpleNamespace(hardware=hardware, stop_requested=False)
+        train_gpt.SignalHandler(trainer).request_stop(signal.SIGTERM, "SIGTERM")
+        start = next(seconds)
+        with pytest.raises(train_gpt.dist.DistError):
+            train_gpt.all_reduce_sum(torch.ones(1), hardware)
+        waited[kind] = next(seconds) - start
+    assert waited["cpu"] > 100, "gloo says itself that a rank is gone; a slow one may finish"
+    assert waited["cuda"] < 20
+
+
+def test_ranks_may_compile_an_hour_apart(monkeypatch, data, tmp_path):
+    """Until all have; then the timeout is the run's own again."""
+    seen = {}
+
+    def warm_up(trainer):
+        seen["warming up"] = trainer.hardware.timeout, train_gpt.group_timeout(trainer.hardware)
+
+    def first_step(trainer):
+        seen["training"] = trainer.hardware.timeout
+        seen["frozen"] = gc.get_freeze_count()
+
+    monkeypatch.setattr(train_gpt.Trainer, "warm_up", warm_up)
+    monkeypatch.setattr(train_gpt, "why_not_compile", lambda *_: "")
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    before_step(monkeypatch, 0, first_step)
+    gc.unfreeze()
+    try:
+        assert train_gpt.main([*SIX_STEPS, *data, "--timeout=50", "--run_id=patient"]) == 0
+    finally:
+        gc.unfreeze()
+    assert seen["warming up"][0] == 3650 and seen["warming up"][1].total_seconds() >= 3650
+    assert seen["training"] == 50
+    assert seen["frozen"] > 10_000, "the collector skips what the compiler left"
 
 
 @pytest.mark.parametrize("survivor", [0, 1])
