@@ -5,11 +5,12 @@ from harness import needs_triton, result, run, slow
 
 LOGITS = 65536 * 50304  # of one sequence: 13 GB in fp32
 DATED = [name for name in train_gpt.PRESETS if name.startswith("20")]
+PLAIN = "--tune_products=false"  # a library's products: dozens of candidates each take long
 pytestmark = needs_triton
 
 
 def lower(card: str, *arguments: str, depth: str = "cubin", world_size: int = 1) -> dict:
-    return result("step.py", *arguments, card=card, depth=depth, world_size=world_size)
+    return result("step.py", PLAIN, *arguments, card=card, depth=depth, world_size=world_size)
 
 
 def check(seen: dict, attention: bool = True) -> None:
@@ -48,6 +49,15 @@ def test_h100_step_with_the_head_in_float8(attention):
     check(seen, attention)
     assert seen["worst_spill"] < 100 and seen["step"]["calls"].count("_scaled_mm") == 3
     assert seen["largest"][0] <= 2 * LOGITS / 8
+
+
+@slow
+def test_products_of_inductor_with_relu_fused_into_them():
+    """Every product a template of Triton, which the harness prefers; a GPU would time them."""
+    seen = lower("H100", "--tune_products=true", "--num_layers=2", "--sequence_tokens=8192",
+                 "--no_attention=(0,1)", depth="ptx")
+    check(seen, attention=False)
+    assert not any("relu" in name for name in seen["step"]["launches"] if "_tem_" not in name)
 
 
 @slow
@@ -119,7 +129,7 @@ def test_attention_would_not_fit_with_the_tiles_of_inductor():
 
 
 def memory(card: str, *arguments: str, world_size: int = 1) -> dict:
-    return result("memory.py", *arguments, card=card, depth="wrapper", world_size=world_size)
+    return result("memory.py", PLAIN, *arguments, card=card, depth="wrapper", world_size=world_size)
 
 
 def check_estimate(traced: dict) -> None:
@@ -133,10 +143,14 @@ def test_estimated_memory_is_what_is_traced():
     check_estimate(memory("T4", "--compile=no", "--num_layers=3", "--sequence_tokens=4096"))
 
 
+def test_estimated_memory_of_the_head_in_float8():
+    check_estimate(memory("H100", "--preset=h100-fp8", "--num_layers=3", "--sequence_tokens=8192"))
+
+
 @slow
-@pytest.mark.parametrize("preset", ["h100", *DATED])
+@pytest.mark.parametrize("preset", ["h100", "h100-fp8", *DATED])
 def test_estimated_memory_at_full_depth(preset):
-    tokens = 65536 if preset == "h100" else 16384
+    tokens = 65536 if preset.startswith("h100") else 16384
     traced = memory("H100", f"--preset={preset}", f"--sequence_tokens={tokens}")
     check_estimate(traced)
     assert max(traced["forward"][0], traced["backward"][0]) <= 2 * tokens * 50304

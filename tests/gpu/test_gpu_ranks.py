@@ -11,7 +11,8 @@ pytestmark = needs_triton
 # as wide as the preset, so that the gradients fill several buckets
 SMALL = ("--preset=h100", "--document_token=499", "--batch_tokens=4096",
          "--sequence_tokens=512", "--num_layers=3", "--num_steps=3", "--val_every=2",
-         "--val_tokens=4096", "--log_every=1", "--save_model=false", "--sample_tokens=0")
+         "--val_tokens=4096", "--log_every=1", "--save_model=false", "--sample_tokens=0",
+         "--tune_products=false")
 
 
 @pytest.fixture(scope="module")
