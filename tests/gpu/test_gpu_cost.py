@@ -2,7 +2,7 @@
 import subprocess
 import sys
 
-from harness import needs_triton, result
+from harness import needs_triton, result, slow
 from helpers import ROOT
 
 pytestmark = needs_triton
@@ -21,3 +21,22 @@ def test_bench_prints_the_table_of_any_preset_and_card():
     assert "NVIDIA GeForce RTX 4090, rank 0 of 1, laptop:" in said
     assert {"forward products", "backward products", "Muon", "Adam", "total", "floor"} <= {*lines}
     assert said.count(" MB  ") == 10 and "{" not in said
+
+
+def check_cost(arguments: list[str], launches: int, calls: int, gigabytes: float,
+               ms: float) -> None:
+    """Of a step of h100 on rank 0 of 8, at most; what makes it cheaper lowers these bounds."""
+    total = result("cost_model.py", *arguments, card="H100", depth="wrapper",
+                   world_size=8)["rows"]["total"]
+    assert total["launches"] <= launches and total["calls"] <= calls
+    assert total["gigabytes"] <= gigabytes and total["ms"] <= ms
+
+
+def test_the_step_of_h100_does_not_become_dearer():
+    """At its shapes, with a quarter of its layers."""
+    check_cost(["--num_layers=3"], launches=128, calls=85, gigabytes=75.0, ms=49.25)
+
+
+@slow
+def test_the_step_of_h100_does_not_become_dearer_at_full_depth():
+    check_cost([], launches=410, calls=183, gigabytes=186.1, ms=121.6)

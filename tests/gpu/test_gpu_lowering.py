@@ -33,9 +33,9 @@ def test_h100_step_at_its_shapes_and_a_quarter_of_its_depth():
     seen = lower("H100", "--num_layers=3")
     check(seen)
     assert seen["worst_spill"] < 100
-    check_launches(seen, 110, 84)
+    check_launches(seen, 140, 84)
     muon = seen["optimizers"]["Muon"]
-    assert muon["launches"] <= 33 and muon["calls"] <= 30
+    assert muon["launches"] <= 44 and muon["calls"] <= 30
     assert seen["largest"][0] <= 2 * LOGITS, "never all logits in fp32"
 
 
@@ -70,7 +70,7 @@ def test_h100_step_at_full_size():
     seen = lower("H100", depth="all")
     check(seen)
     assert seen["largest"][0] <= 2 * LOGITS and seen["peak_bytes"] < 40 * 2**30
-    check_launches(seen, 330, 194)
+    check_launches(seen, 470, 194)
 
 
 @slow
