@@ -408,6 +408,54 @@ def print_table(rows: dict, others: list[dict]) -> None:
               f"{group['phase']:9} {group['name'][:100]}")
 
 
+# ---- other numbers of GPUs, from the figures of this one ----
+
+NVLINK = 360e9          # bytes/s of NCCL's all-reduce among the eight GPUs of a machine
+NETWORK = 0.9 * 50e9    # bytes/s of a link of 400 Gb/s; machines have one for each of eight GPUs
+LATENCY_MS = 0.01       # of a collective, for each doubling of the ranks
+
+
+def scaled_step_ms(rows: dict, ranks: int, links: int = 8) -> tuple[float, float]:
+    """(kernels, collectives that nothing hides) of a step with the same batch on so many GPUs.
+
+    Products, attention and what is element-wise share the tokens. Casts, buckets, the tables of the
+    embeddings and Adam are the same on every rank. The embeddings' gradients come last: nothing
+    hides them. The others hide behind the backward pass as far as it is long enough.
+    """
+    here = fake_gpu.world_size
+    per_token = sum(rows[name]["ms"] for name in ("forward products", "backward products",
+                                                  "attention", "head and loss", "element-wise",
+                                                  "other copies"))
+    fixed = sum(rows[name]["ms"] for name in ("embeddings", "weight casts", "Adam"))
+    shared_matrices = rows["Muon"]["ms"] * max(1.0, here / ranks)
+    if ranks == 1:
+        return per_token * here + fixed + shared_matrices, 0.0
+    fixed += rows["DDP buckets"]["ms"]
+    kernels = per_token * here / ranks + fixed + shared_matrices
+    bandwidth = NVLINK if ranks <= 8 else min(NVLINK, links * NETWORK)
+    sent = sum(size for _, kind, size in collectives if kind == "allreduce_")
+    tables = min(sent, 2 * (1 + len(set(sizes.value_tables) - {None})) * sizes.padded_vocab
+                 * sizes.model_dim)
+    ms_per_byte = 1000 * 2 * (ranks - 1) / ranks / bandwidth
+    backward = 2 / 3 * per_token * here / ranks
+    exposed = tables * ms_per_byte + max(0.0, (sent - tables) * ms_per_byte - backward)
+    return kernels, exposed + len(collectives) * LATENCY_MS * math.log2(ranks)
+
+
+def print_scaling(rows: dict, hp: train_gpt.Hyperparameters) -> None:
+    print("\nthe same batch on other numbers of these GPUs, ms of a step and s of the run:")
+    print(f"{'GPUs':>6}{'kernels':>10}{'exposed':>10}{'step':>8}{'run, s':>9}{'efficiency':>12}"
+          f"{'one link':>10}")
+    alone = sum(scaled_step_ms(rows, 1))
+    for ranks in (1, 8, 16, 64, 256):
+        kernels, exposed = scaled_step_ms(rows, ranks)
+        step = kernels + exposed
+        one_link = sum(scaled_step_ms(rows, ranks, links=1))
+        print(f"{ranks:6}{kernels:10.1f}{exposed:10.1f}{step:8.1f}{step * hp.num_steps / 1000:9.1f}"
+              f"{alone / ranks / step:12.2f}{one_link:10.1f}")
+    print("one link: a step where machines have one link of 400 Gb/s instead of eight")
+
+
 def main(arguments: list[str]) -> None:
     count_bytes_in_kernels()
     choose_products()
@@ -424,6 +472,8 @@ def main(arguments: list[str]) -> None:
           f"{hp.batch_tokens:,} tokens in sequences of {hp.sequence_tokens:,}, modelled")
     rows = totals()
     print_table(rows, largest(10))
+    if trainer.hardware.world_size == 8:
+        print_scaling(rows, hp)
     print(json.dumps(dict(rows=rows, collectives=collectives, largest=largest(80))))
 
 
