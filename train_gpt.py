@@ -212,6 +212,7 @@ class Hyperparameters:
     resume: str = ""                    # auto: the latest run; a run's folder; a checkpoint
     resume_anyway: bool = False         # resume although an option changes the training
     timeout: float = 600.0              # seconds after which a rank that is silent stops the run
+    profile: int = 0                    # steps to trace with torch.profiler, into trace.json.gz
     hellaswag: str = ""                 # folder made by data/hellaswag.py: score the model on it
     # instead of training
     show: bool = False                  # print the hyperparameters and where they come from
@@ -350,7 +351,7 @@ AT_LEAST = dict(vocab_size=1, vocab_multiple=1, document_token=0, num_steps=1, b
                 fp8_x_scale=0, fp8_weight_scale=1e-6, fp8_grad_scale=1e-6, muon_rate=0,
                 muon_momentum=0, muon_momentum_start=0, muon_warmup_steps=0, muon_decay=0,
                 muon_steps=1, cooldown=0, seed=0, log_every=1, save_every=0, keep_checkpoints=1,
-                timeout=1, sample_tokens=0, temperature=0, top_k=0)
+                timeout=1, profile=0, sample_tokens=0, temperature=0, top_k=0)
 AT_MOST = dict(vocab_size=2**16, vocab_multiple=2**16, num_steps=10**12, batch_tokens=10**12,
                val_tokens=10**12, val_start=10**12, epochs=10**6, num_layers=1000, num_heads=1000,
                model_dim=10**6, mlp_ratio=100, value_lambdas=2, rotary_fraction=1,
@@ -362,8 +363,8 @@ AT_MOST = dict(vocab_size=2**16, vocab_multiple=2**16, num_steps=10**12, batch_t
 MAY_CHANGE_ON_RESUME = {
     "target_loss", "val_every", "device", "attention", "compile", "tune_kernels", "tune_products",
     "combo_kernels", "log_dir", "run_id", "log_every", "save_model", "save_every",
-    "keep_checkpoints", "resume", "resume_anyway", "timeout", "hellaswag", "show", "checkpoint",
-    "sample", "sample_tokens", "temperature", "top_k"}
+    "keep_checkpoints", "resume", "resume_anyway", "timeout", "profile", "hellaswag", "show",
+    "checkpoint", "sample", "sample_tokens", "temperature", "top_k"}
 
 
 def as_dict(hp: Hyperparameters) -> dict:
@@ -1743,7 +1744,8 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
     graphs = count_compiled_graphs()
     saved_step = start_step
     clock.switch("train")
-    with Saver(run.folder, hardware.rank == 0) as saver, SignalHandler(trainer) as signals:
+    with (Saver(run.folder, hardware.rank == 0) as saver, SignalHandler(trainer) as signals,
+          profile_steps(hp, hardware, run.folder) as profiler):
         for step in range(start_step, hp.num_steps + 1):
             last_step = step == hp.num_steps
             if last_step and hp.save_model:  # before the validation, which may take long
@@ -1772,6 +1774,8 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
             signals.check_launcher()
             loss = trainer.step(data.train.next_batch(), step)
             log.step(trainer, clock, step + 1, dict(train_loss=loss))
+            if profiler:
+                profiler.step()
         clock.switch(None)
         saver.wait()
         if trainer.stopping:
@@ -1886,6 +1890,15 @@ class Logger:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def profile_steps(hp: Hyperparameters, hardware: Hardware, folder: Path):
+    """A trace of some steps on rank 0, after the first two: for ui.perfetto.dev."""
+    if not hp.profile or hardware.rank != 0:
+        return contextlib.nullcontext()
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=hp.profile, repeat=1),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / "trace.json.gz")))
 
 
 def warn(sentence: str) -> None:

@@ -1,5 +1,7 @@
 """Logging: all that repeating a run takes; a run continues when a log cannot be written."""
+import gzip
 import io
+import json
 import os
 import shutil
 import signal
@@ -36,6 +38,21 @@ def start_log(folder: Path, data: list[str], *options: str) -> Result:
 
 
 # ---- what a log says ----
+
+def test_a_profile_is_a_trace_of_so_many_steps(data):
+    """And does not change the training."""
+    options = [*TINY, *data, "--num_steps=6"]
+    plain = trained(options, "plain")
+    profiled = trained([*options, "--profile=3"], "profiled")
+    assert profiled.train_losses == plain.train_losses
+    assert not (plain.folder / "trace.json.gz").exists()
+    with gzip.open(profiled.folder / "trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    names = {event.get("name", "") for event in events}
+    steps = {name for name in names if name.startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
+    assert "aten::mm" in names and any("Adam" in name for name in names)
+
 
 def test_the_log_of_a_run(data):
     result = trained([*TINY, *data, "--val_every=2"], "log")
