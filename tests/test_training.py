@@ -1,10 +1,14 @@
 """The step and the loop: the same training at any world size, warm-up, repeatability, compiling."""
+import json
 import math
+import os
+import subprocess
+import sys
 import types
 
 import pytest
 import torch
-from helpers import DATED, TINY, equal, make_trainer, train_steps, trained
+from helpers import DATED, ROOT, TINY, equal, make_trainer, train_steps, trained
 
 import train_gpt
 
@@ -200,3 +204,39 @@ def test_the_clock_keeps_each_kind_of_work_apart(monkeypatch):
     for kind in ("warmup", "train", "val", "train", None):
         clock.switch(kind)
     assert clock.ms == clock.now() == dict(warmup=1000.0, train=2500.0, val=500.0)
+
+
+SECOND_START = """
+import json, sys
+import torch
+from helpers import make_trainer
+import train_gpt
+rank, *arguments = sys.argv[1:]
+hp = train_gpt.parse_command_line(arguments)
+hardware = train_gpt.find_hardware(hp)
+hardware.rank = int(rank)  # of four; without a group, whose cuts would be the same
+trainer = make_trainer(hp, hardware)
+tokens = torch.arange(hp.sequence_tokens + 1) % hp.vocab_size
+trainer.forward(tokens[:-1].int(), tokens[1:], trainer.window).backward()
+counts = torch._dynamo.utils.counters
+print(json.dumps([counts["inductor"]["fxgraph_cache_miss"], counts["inductor"]["fxgraph_cache_hit"],
+                  counts["aot_autograd"]["autograd_cache_hit"]]))
+"""
+
+
+def test_a_second_start_compiles_nothing_whatever_its_rank(data, tmp_path):
+    """With Inductor's caches on, as they are by default. The key holds no rank."""
+    def start(rank: int) -> tuple[int, int, int]:
+        process = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", SECOND_START, str(rank), *TINY, *data,
+             "--compile=yes", "--num_layers=2"],
+            capture_output=True, text=True, cwd=ROOT,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+                 "PYTHONPATH": f"{ROOT}:{ROOT}/tests"})
+        assert process.returncode == 0, process.stderr[-3000:]
+        return json.loads(process.stdout.splitlines()[-1])
+
+    misses, hits, _ = start(rank=0)
+    assert misses > 0 and hits == 0
+    misses, hits, whole_graphs = start(rank=3)
+    assert misses == 0 and hits + whole_graphs > 0
