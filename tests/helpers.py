@@ -1,6 +1,7 @@
 """What the tests share: small shards, tiny hyperparameters, the trainer started as users do."""
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -142,6 +144,37 @@ def send_signal(number: int = signal.SIGTERM) -> None:
 
 
 # ---- as processes ----
+
+def in_processes(target, world_size: int, folder: Path) -> list:
+    """What target(rank, world_size) returns on each rank: tensors and numbers, in containers.
+
+    The processes come from a server that has imported torch once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train_gpt", "pytest", "torch._dynamo"])
+    ranks = [context.Process(target=one_process, args=(target, rank, world_size, str(folder)),
+                             daemon=True) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(600)
+        if process.exitcode is None:
+            process.kill()
+    assert [process.exitcode for process in ranks] == [0] * world_size
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world_size)]
+
+
+def one_process(target, rank: int, world_size: int, folder: str) -> None:
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
+                                world_size=world_size)
+    torch.save(target(rank, world_size), f"{folder}/rank{rank}.pt")
+    if world_size > 1:
+        dist.destroy_process_group()
+
 
 def free_port() -> int:
     """Below the ports that the system gives to connections, which other tests open meanwhile."""

@@ -1,15 +1,11 @@
 """Muon against the SVD, plain formulas and any number of ranks; schedules; layouts by name."""
 import math
-import multiprocessing
-import os
-import socket
 import types
 
 import pytest
 import reference
 import torch
-import torch.distributed as dist
-from helpers import DATED, hyperparameters
+from helpers import DATED, hyperparameters, in_processes
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import train_gpt
@@ -323,40 +319,15 @@ def one_case(kind: str, rank: int, world_size: int) -> dict:
     return result
 
 
-def one_rank(rank: int, world_size: int, folder: str) -> None:
-    """Trains with all settings, stops and resumes, and saves what it ends with."""
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    if world_size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
-                                world_size=world_size)
-    results = {kind: one_case(kind, rank, world_size) for kind in SETTINGS}
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    if world_size > 1:
-        dist.destroy_process_group()
-
-
-def in_processes(world_size: int, folder) -> list[dict]:
-    """What each rank saved. The processes come from a server that has imported torch once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train_gpt", "pytest", "torch._dynamo"])
-    ranks = [context.Process(target=one_rank, args=(rank, world_size, str(folder)), daemon=True)
-             for rank in range(world_size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(600)
-        if process.exitcode is None:
-            process.kill()
-    assert [process.exitcode for process in ranks] == [0] * world_size
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world_size)]
+def one_rank(rank: int, world_size: int) -> dict:
+    """Trains with all settings, stops and resumes, and returns what it ends with."""
+    return {kind: one_case(kind, rank, world_size) for kind in SETTINGS}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 5])
 def by_rank(request, tmp_path_factory) -> list[dict]:
     """{kind of settings: result} of each rank of a world."""
-    return in_processes(request.param, tmp_path_factory.mktemp("ranks"))
+    return in_processes(one_rank, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
