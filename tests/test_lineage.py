@@ -1,4 +1,7 @@
-"""The dated systems against an independent reference: same weights, same tokens, same losses."""
+"""The first six systems against an independent reference: same weights, tokens and losses.
+
+test_lineage_2025.py has the later ones.
+"""
 import math
 import re
 
@@ -14,6 +17,7 @@ PARTS = {"attention.query.weight": "q", "attention.key.weight": "k", "attention.
          "down.weight": "down", "mix": "mix"}
 WHOLE = {"embed.weight": "embedding", "head.weight": "head", "skip_weights": "skips"}
 SEQUENCE = 384
+FIRST_SIX = [preset for preset in DATED if preset < "2025-01-13"]
 
 
 def name_in_reference(name: str) -> str:
@@ -80,7 +84,7 @@ class Pair:
                 for name, p in self.trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("preset", DATED)
+@pytest.mark.parametrize("preset", FIRST_SIX)
 def test_same_losses_step_after_step(tiny, make_shards, preset):
     """8 steps of 24: the window grows over the whole sequence, the rate falls from step 4 on.
 
@@ -94,7 +98,7 @@ def test_same_losses_step_after_step(tiny, make_shards, preset):
     assert {name: far for name, far in pair.distances().items() if not far < 2e-3} == {}
 
 
-@pytest.mark.parametrize("preset", DATED)
+@pytest.mark.parametrize("preset", FIRST_SIX)
 def test_same_losses_from_the_systems_own_start(tiny, make_shards, preset):
     """6 steps of 16 from outputs and head that are zero: at first every token is as likely.
 
