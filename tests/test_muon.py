@@ -388,7 +388,7 @@ def test_every_step_of_the_dated_systems(preset):
     system = reference.SYSTEMS[preset]
     assert hp.num_steps == system.steps
     for step in range(system.steps + 1):
-        factor = reference.rate_factor(step, system.steps, system.cooldown)
+        factor = reference.rate_factor(step, system.steps, system.cooldown, system.rate_floor)
         momentum = reference.momentum(step, system.momentum_steps)
         assert rate_at(hp, step) == pytest.approx(factor)
         assert momentum_at(hp, step) == pytest.approx(momentum)
@@ -396,19 +396,33 @@ def test_every_step_of_the_dated_systems(preset):
         assert window_at(hp, step) == (tokens or NO_LIMIT, blocks or NO_LIMIT), step
 
 
-@pytest.mark.parametrize("preset, tokens",
-                         [*zip(DATED, (983.0, 802.2, 775.9, 775.9, 781.2, 728.8), strict=True)])
-def test_figures_of_the_records(preset, tokens):
+MILLION_TOKENS = {"2024-11-19": 983.0, "2024-12-04": 802.2, "2024-12-08": 775.9,
+                  "2024-12-10": 775.9, "2024-12-17": 781.2, "2025-01-04": 728.8,
+                  "2025-01-13": 731.4, "2025-01-16": 730.3, "2025-07-13": 688.1}
+
+
+@pytest.mark.parametrize("preset", DATED)
+def test_figures_of_the_records(preset):
     hp = hyperparameters(preset)
     system = reference.SYSTEMS[preset]
-    assert round(hp.num_steps * hp.batch_tokens / 1e6, 1) == tokens
-    assert hp.batch_tokens == 524_288
-    assert train_gpt.possible_sequences(hp, world_size=8)[-1] == 65_536
+    assert round(hp.num_steps * hp.batch_tokens / 1e6, 1) == MILLION_TOKENS[preset]
+    longest = hp.sequence_tokens or train_gpt.possible_sequences(hp, world_size=8)[-1]
+    assert longest == (49_152 if system.aligned else 65_536)
+    assert hp.batch_tokens == 8 * longest
     assert (hp.val_tokens, hp.val_every) == (10_485_760, 125)
     assert (hp.num_layers, hp.model_dim, hp.num_heads, hp.mlp_ratio) == (12, 768, 6, 4)
     assert (hp.adam_beta1, hp.adam_beta2) == system.betas
     assert (hp.muon_rate, hp.softcap) == (system.muon_rate, system.softcap)
     assert hp.muon_lerp != system.momentum_sums
+    assert (hp.head_rate, hp.rate_floor) == (system.head_rate, system.rate_floor)
+    assert (hp.adam_eps, hp.adam_eps_first) == (system.adam_eps, system.adam_eps_first)
+    assert (hp.norm_eps or None, hp.attention_scale or None) == (system.norm_eps,
+                                                                 system.attention_scale)
+    assert hp.init_bound == pytest.approx(system.init_bound)
+    assert (hp.sum_loss, hp.align_documents) == (system.sum_loss, system.aligned)
+    assert hp.logit_scale == (0 if system.logits_by_width else 1)
+    assert tuple(layer for layer in hp.layers_with_short_window
+                 if layer not in system.no_attention) == system.short_layers
     assert (hp.document_token, hp.padded_vocab, hp.segment_tokens) == (50256, 50304, 0)
     assert (hp.muon_decay, hp.muon_nesterov, hp.muon_steps) == (0, True, 5)
     assert hp.target_loss == 3.28
@@ -471,12 +485,13 @@ def test_schedules_reach_the_optimizers_and_the_window(tiny, preset):
     window = torch.zeros(2, dtype=torch.int32)
     for step in (0, 9, 11, 3):  # also backwards: nothing builds up
         set_schedules(hp, step, optimizers, window)
-        factor = reference.rate_factor(step, 12, 5)
+        system = reference.SYSTEMS[preset]
+        factor = reference.rate_factor(step, 12, 5, system.rate_floor)
         adam, muon = ([group["lr"] for group in optimizer.param_groups]
                       for optimizer in optimizers)
-        assert adam == pytest.approx([0.6 * factor, 0.008 * factor, 0.04 * factor])
-        assert muon == pytest.approx([reference.SYSTEMS[preset].muon_rate * factor] * len(muon))
-        expected = reference.momentum(step, reference.SYSTEMS[preset].momentum_steps)
+        assert adam == pytest.approx([0.6 * factor, system.head_rate * factor, 0.04 * factor])
+        assert muon == pytest.approx([system.muon_rate * factor] * len(muon))
+        expected = reference.momentum(step, system.momentum_steps)
         momenta = [group["momentum"] for group in optimizers[1].param_groups]
         assert momenta == pytest.approx([expected] * len(muon))
         assert tuple(window.tolist()) == window_at(hp, step)
