@@ -816,7 +816,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
     if q.device.type == "cpu":
         if not torch.compiler.is_compiling():  # a narrow window costs less; a graph has one shape
             span = min(span, (blocks_back(*mask.window.tolist()) + 1) * BLOCK)
-        return BandedAttention.apply(q, k, v, mask.bias[..., -span:], scale)
+        bias = mask.bias[..., -span:]
+        if q.dtype == torch.float64:
+            bias = bias.double()  # PyTorch takes float32 here and reads its bytes as float64
+        return BandedAttention.apply(q, k, v, bias, scale)
     out = F.scaled_dot_product_attention(query_blocks(q), key_bands(k, span), key_bands(v, span),
                                          attn_mask=mask.bias.type_as(q), scale=scale)
     return out.transpose(1, 2).reshape(q.shape)
