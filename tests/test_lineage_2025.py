@@ -26,14 +26,14 @@ PRESETS = ["2025-01-13", "2025-01-16", "2025-07-13"]
 SEQUENCE = 256
 VAL_SEQUENCE = 512
 DOCUMENT = TINY_FIELDS["document_token"]
-# In 12 of 48 steps the window grows to 4 blocks, the short one to 2, as many as a sequence has. The
-# rates fall from step 4 on.
-LONG_RUN = dict(num_steps=48, cooldown=44)
+# In 12 of 36 steps the window grows to 5 blocks, the short one to 2, as many as a sequence has. The
+# rates fall from step 3 on.
+LONG_RUN = dict(num_steps=36, cooldown=34)
 STEPS = 12
-VALIDATED = 8   # before this step, with windows of 3 blocks and of 1, in sequences of 4
-# Sequences of a batch by world size. One system has micro-steps on each of two ranks.
-BATCHES = {"2025-01-13": {1: 2, 2: 2, 3: 3}, "2025-01-16": {1: 2, 2: 2, 3: 3},
-           "2025-07-13": {1: 4, 2: 4, 3: 3}}
+VALIDATED = 3   # before this step, with windows of 2 blocks and of 1, in sequences of 4
+# World size: sequences of a batch and steps. Three ranks have two micro-steps each.
+RUNS = {1: (2, STEPS), 2: (2, STEPS), 3: (6, 4)}
+SLOW_RUNS = {1: (6, STEPS), 2: (6, STEPS), 3: (6, STEPS)}
 # For what needs many runs: windows of 1, 2 and 3 blocks, short ones of 1; rates fall at step 1.
 SHORT_RUN = dict(num_steps=10, cooldown=10, batch_tokens=SEQUENCE)
 SHORT_STEPS = 3
@@ -156,19 +156,20 @@ def differences(one: Outcome, other: Outcome, losses=1e-10, weights=1e-11) -> di
 
 # ---- whole runs ----
 
-def long_run(folder, preset: str, world_size: int) -> train_gpt.Hyperparameters:
-    return small(folder, preset, **LONG_RUN, batch_tokens=BATCHES[preset][world_size] * SEQUENCE)
+def long_run(folder, preset: str, num_sequences: int) -> train_gpt.Hyperparameters:
+    return small(folder, preset, **LONG_RUN, batch_tokens=num_sequences * SEQUENCE)
 
 
-def train_all(folder, rank: int, world_size: int) -> dict:
+def train_all(folder, runs: dict, rank: int, world_size: int) -> dict:
     """Each of the systems, on one of several ranks."""
+    num_sequences, steps = runs[world_size]
     outcomes = {}
     for preset in PRESETS:
-        hp = long_run(folder, preset, world_size)
+        hp = long_run(folder, preset, num_sequences)
         hardware = train_gpt.find_hardware(hp)
         hardware.rank = rank
         hardware.world_size = world_size
-        outcomes[preset] = vars(train_ours(hp, STEPS, shaken=True, hardware=hardware))
+        outcomes[preset] = vars(train_ours(hp, steps, shaken=True, hardware=hardware))
     return outcomes
 
 
@@ -180,13 +181,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def by_world_size(folder, tmp_path_factory) -> dict[int, list[dict]]:
-    """{world size: [{preset: outcome} of each rank]}"""
-    target = functools.partial(train_all, folder)
-    return {1: [target(0, 1)],
-            2: in_processes(target, 2, tmp_path_factory.mktemp("two")),
-            3: in_processes(target, 3, tmp_path_factory.mktemp("three"))}
+@pytest.fixture(scope="module", params=[RUNS, pytest.param(SLOW_RUNS, marks=pytest.mark.slow)],
+                ids=["short", "long"])
+def by_world_size(request, folder, tmp_path_factory) -> dict:
+    """{world size: (sequences, steps, [{preset: outcome} of each rank])}"""
+    target = functools.partial(train_all, folder, request.param)
+    ranks = {1: [target(0, 1)],
+             2: in_processes(target, 2, tmp_path_factory.mktemp("two")),
+             3: in_processes(target, 3, tmp_path_factory.mktemp("three"))}
+    return {world_size: (*request.param[world_size], ranks[world_size]) for world_size in ranks}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -196,16 +199,16 @@ def test_same_losses_and_weights_on_1_2_and_3_ranks(folder, by_world_size, prese
     4e-16 of the losses and 2e-13 of the parameters were measured.
     """
     system = reference.SYSTEMS[preset]
-    theirs = {}     # by the number of sequences
-    for world_size, ranks in by_world_size.items():
-        num_sequences = BATCHES[preset][world_size]
+    theirs = {}
+    for num_sequences, steps, ranks in by_world_size.values():
         ours = [Outcome(**outcomes[preset]) for outcomes in ranks]
-        if num_sequences not in theirs:
-            hp = long_run(folder, preset, world_size)
-            theirs[num_sequences] = train_theirs(system, hp, ours[0].start, STEPS)
+        if (num_sequences, steps) not in theirs:
+            hp = long_run(folder, preset, num_sequences)
+            theirs[num_sequences, steps] = train_theirs(system, hp, ours[0].start, steps)
         assert ours[0].losses[-1] < ours[0].losses[0] - 0.5, "too little was learned to compare"
+        assert ours[0].val_loss is not None
         for outcome in ours:
-            assert differences(outcome, theirs[num_sequences]) == {}
+            assert differences(outcome, theirs[num_sequences, steps]) == {}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -216,7 +219,7 @@ def test_same_losses_from_the_systems_own_start(folder, preset):
     is rounding: 6e-14 of the losses and 9e-12 of the parameters were measured for the last system,
     and 2e-16 and 1e-13 for the others.
     """
-    hp = small(folder, preset, **LONG_RUN, batch_tokens=SEQUENCE)
+    hp = long_run(folder, preset, 1)
     system = reference.SYSTEMS[preset]
     ours = train_ours(hp, STEPS, shaken=False)
     theirs = train_theirs(system, hp, ours.start, STEPS)
