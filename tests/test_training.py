@@ -229,7 +229,8 @@ def test_a_second_start_compiles_nothing_whatever_its_rank(data, tmp_path):
     def start(rank: int) -> tuple[int, int, int]:
         process = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", SECOND_START, str(rank), *TINY, *data,
-             "--compile=yes", "--num_layers=2"],
+             "--compile=yes", "--num_layers=2", "--ngram_order=0", "--copy_lengths=()",
+             "--no_attention=(0,1)"],
             capture_output=True, text=True, cwd=ROOT,
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
                  "PYTHONPATH": f"{ROOT}:{ROOT}/tests"})

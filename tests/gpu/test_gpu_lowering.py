@@ -52,15 +52,6 @@ def test_h100_step_with_the_head_in_float8(attention):
 
 
 @slow
-def test_products_of_inductor_with_relu_fused_into_them():
-    """Every product a template of Triton, which the harness prefers; a GPU would time them."""
-    seen = lower("H100", "--tune_products=true", "--num_layers=2", "--sequence_tokens=8192",
-                 "--no_attention=(0,1)", depth="ptx")
-    check(seen, attention=False)
-    assert not any("relu" in name for name in seen["step"]["launches"] if "_tem_" not in name)
-
-
-@slow
 def test_laptop_step_with_its_tables_and_copies():
     check(lower("H100", "--preset=laptop", "--device=cuda", depth="ptx"))
 
