@@ -2509,12 +2509,18 @@ def usable_bytes(total_bytes: int) -> float:
 
 
 def available_bytes(hardware: Hardware) -> float:
-    """What is free on this rank's GPU, of the smallest GPU here at most; or in this machine."""
+    """Of this machine, or of its smallest GPU, less what others use of it.
+
+    Several ranks have to choose alike, and what is free may differ: theirs count as empty.
+    """
     if hardware.device.type != "cuda":
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    free, _ = torch.cuda.mem_get_info(hardware.device)
-    return usable_bytes(min(free, *(card.total_memory for card in cards)))
+    room = min(card.total_memory for card in cards)
+    if hardware.world_size == 1:
+        free, _ = torch.cuda.mem_get_info(hardware.device)
+        room = min(room, free)
+    return usable_bytes(room)
 
 
 def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:

@@ -99,6 +99,13 @@ def test_memory_that_others_use_does_not_count(cards):
     assert lengths[0] > lengths[1] == lengths[2]
 
 
+def test_ranks_choose_alike_whatever_is_free_on_their_gpus(cards, monkeypatch):
+    """A screen on the first of two GPUs, say."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cards(24, 24, free=12)
+    assert fitted("--preset=h100")[0].sequence_tokens == 32768
+
+
 def test_cuda_is_told_to_fragment_less_whatever_the_launcher(monkeypatch):
     hp = train_gpt.parse_command_line(["--preset=laptop", "--device=cpu"])
     for chosen, wanted in ((None, "expandable_segments:True"), ("backend:x", "backend:x")):
