@@ -167,7 +167,7 @@ class Hyperparameters:
     window_start: int = 128             # tokens, at step 0
     window_end: int = 1856              # tokens, at the last step (14 whole blocks)
     window_rounding: str = "down"       # to whole units: down, up
-    short_window_layers: str | tuple = "none"  # have half of it: none, inner (all but 4), tuple
+    short_window_layers: str | tuple = "none"  # half the window: none, inner (all but 4), tuple
     # optimizers
     sum_loss: bool = False              # gradients of a sequence's summed loss, not of its mean
     embed_rate: float = 0.6             # Adam: token and value embeddings
@@ -185,8 +185,8 @@ class Hyperparameters:
     muon_nesterov: bool = True          # Muon: look ahead along the momentum
     muon_decay: float = 0.0             # Muon: decoupled weight decay
     muon_steps: int = 5                 # Muon: Newton–Schulz iterations per update
-    cooldown: float = 0.4               # rates fall over this last part of the run (above 1: steps)
-    rate_floor: float = 0.0             # to this part of themselves
+    cooldown: float = 0.4               # last part of the run, where rates fall (above 1: steps)
+    rate_floor: float = 0.0             # factor on the rates at the end of it
     # hardware
     device: str = "auto"                # auto, cuda, cpu, mps
     dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), a type
@@ -476,8 +476,7 @@ def start_triton() -> None:
 
 
 def head_choices(head_dim: int):
-    """Inductor's choices, but a sum over a head in one pass: QK-norm's backward, 0.7 ms of a step.
-    """
+    """Inductor's choices, but sums over a head in one pass: QK-norm's backward, 0.7 ms a step."""
     from torch._inductor.choices import InductorChoices
     usual = InductorChoices.should_use_persistent_reduction
 
