@@ -1600,8 +1600,7 @@ class Trainer:
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
         """One optimizer step. Returns the mean loss over all ranks.
 
-        A loss that is not finite raises before the optimizers change a weight; a gradient, too, in
-        the steps that are logged, validated or saved. After the others the next loss shows it.
+        A loss or gradient that is not finite raises before the optimizers change a weight.
         """
         set_schedules(self.hp, step, self.optimizers, self.window)
         mean_loss = torch.zeros((), dtype=self.model.loss_dtype, device=self.hardware.device)
@@ -1613,10 +1612,8 @@ class Trainer:
                 if self.hp.sum_loss:
                     loss = loss * self.hp.sequence_tokens
                 loss.backward()
-        grad_norm = torch.zeros_like(mean_loss)
-        if self.checks_gradients(step + 1):  # not always: it reads every gradient once more
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
-                                                      foreach=self.hardware.device.type != "mps")
+        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
+                                                  foreach=self.hardware.device.type != "mps")
         stop = torch.full_like(mean_loss, self.stop_requested)
         values = torch.stack((mean_loss, grad_norm.type_as(mean_loss), stop))
         sums = all_reduce_sum(values, self.hardware)
@@ -1627,11 +1624,6 @@ class Trainer:
         muon.step(meanwhile=adam.step)  # their parameters are disjoint
         self.model.zero_grad(set_to_none=True)
         return loss
-
-    def checks_gradients(self, step: int) -> bool:
-        hp = self.hp
-        intervals = (hp.log_every, hp.val_every, hp.save_every)
-        return step in (1, hp.num_steps) or any(n and step % n == 0 for n in intervals)
 
     def require_finite(self, step: int, loss: float, total_norm: float | Tensor) -> None:
         """Name what is not finite, and the batch to replay."""

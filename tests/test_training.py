@@ -44,36 +44,6 @@ def test_a_collective_that_nobody_answers_times_out(monkeypatch):
         train_gpt.all_reduce_sum(torch.ones(2), train_gpt.Hardware(world_size=2, timeout=0.05))
 
 
-def test_the_gradient_norm_is_taken_where_it_is_looked_at(data, monkeypatch):
-    """It reads every gradient once more; in the other steps the loss is looked at."""
-    trainer = make_trainer(hyperparameters(data, "--num_steps=10", "--log_every=4", "--val_every=5",
-                                           "--save_every=3"))
-    original = torch.nn.utils.get_total_norm
-    taken = []
-
-    def get_total_norm(*arguments, **options):
-        taken.append(number)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(torch.nn.utils, "get_total_norm", get_total_norm)
-    for number in range(1, 11):
-        trainer.step(trainer.data.train.next_batch(), number - 1)
-    assert taken == [1, 3, 4, 5, 6, 8, 9, 10]
-
-
-def test_a_gradient_that_is_not_finite_elsewhere_shows_in_the_next_loss(data):
-    trainer = make_trainer(hyperparameters(data, "--num_steps=10", "--log_every=9",
-                                           "--val_every=0"))
-    train_steps(trainer, 1)
-    hook = trainer.model.blocks[1].up.weight.register_hook(lambda grad: grad * float("nan"))
-    trainer.step(trainer.data.train.next_batch(), 1)
-    hook.remove()
-    head = trainer.model.head.weight.detach().clone()
-    with pytest.raises(train_gpt.UserError, match="step 3 is nan: parameter blocks.1.up.weight"):
-        trainer.step(trainer.data.train.next_batch(), 2)
-    assert torch.equal(head, trainer.model.head.weight)
-
-
 @pytest.mark.parametrize("preset", DATED)
 def test_each_historical_system_trains_at_small_scale(data, preset):
     """From its preset alone. The first loss is the uniform distribution's, and the loss falls."""
