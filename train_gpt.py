@@ -806,10 +806,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
     """
     if mask.block_mask is not None:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        options = dict(ROWS_GUARANTEED_SAFE=True)  # a query sees itself: no row is empty
-        options |= mask.flex_options or {}
         out = flex_attention(q, k, v, block_mask=mask.block_mask, scale=scale,
-                             kernel_options=options)
+                             kernel_options=mask.flex_options)
         return out.squeeze(0).transpose(0, 1)  # [0] would copy the gradient
     span = mask.bias.size(-1)
     if q.device.type == "cpu":
@@ -1231,6 +1229,7 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.attention = attention
         self.flex_options = flex_options
+        self.short_layers = hp.layers_with_short_window
         rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
         tables = {table for table in hp.value_tables if table is not None}
         rotary = Rotary(hp.model_dim // hp.num_heads,
@@ -1270,7 +1269,7 @@ class GPT(nn.Module):
         mask = build_mask(documents, window, self.attention, max_blocks_back(hp),
                           self.flex_options)
         short_mask = mask
-        if hp.layers_with_short_window:
+        if self.short_layers:
             short_mask = build_mask(documents, short_window(window), self.attention,
                                     max_blocks_back(hp), self.flex_options)
         x = self.embed(inputs).to(self.dtype)
@@ -1290,7 +1289,7 @@ class GPT(nn.Module):
                 x = x + self.skip_weights[layer - num_encoders].type_as(x) * skips.pop()
             table = hp.value_tables[layer]
             value_embedding = first_values if table is None else value_embeddings[table]
-            layer_mask = short_mask if layer in hp.layers_with_short_window else mask
+            layer_mask = short_mask if layer in self.short_layers else mask
             x, values = block(x, x0, value_embedding, layer_mask)
             if hp.first_layer_values and first_values is None:
                 first_values = values  # value residual: arxiv.org/abs/2410.17897

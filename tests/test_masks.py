@@ -235,27 +235,6 @@ def test_flex_attention_is_dense_attention():
     torch.testing.assert_close(attend(*qkv, mask), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_flex_attention_is_told_that_no_row_is_empty(monkeypatch):
-    """Its kernels then do without a check: a query sees itself, even alone in its document."""
-    told = []
-
-    def flex_attention(q, k, v, block_mask, kernel_options):
-        told.append(kernel_options)
-        return q
-
-    monkeypatch.setattr(train_gpt, "flex_attention", flex_attention)
-    q = torch.randn(2 * train_gpt.BLOCK, 2, 16)
-    window = torch.tensor([1, 1], dtype=torch.int32)
-    for options in (None, dict(num_stages=2)):
-        mask = train_gpt.build_mask(torch.zeros(len(q), dtype=torch.int32), window, 0, 0, "flex", 0,
-                                    options)
-        assert torch.equal(train_gpt.attend(q, q, q, mask), q)
-        position = torch.arange(len(q))
-        assert mask.block_mask.mask_mod(0, 0, position, position).all()
-    assert told == [dict(ROWS_GUARANTEED_SAFE=True),
-                    dict(ROWS_GUARANTEED_SAFE=True, num_stages=2)]
-
-
 def test_banded_attention_in_bfloat16_is_near():
     tokens = three_blocks()
     window = token_window(192)

@@ -255,7 +255,7 @@ def test_a_command_that_is_not_there_is_refused_before_any_set_up(stand_in):
 def test_help_starts_with_the_commands(stand_in):
     lines = stand_in.launched("--help")
     assert lines[0].startswith("The only launcher: ./run.sh") and lines[-1] == "train_gpt.py --help"
-    assert sum(line.startswith("  ./run.sh ") for line in lines) == 5
+    assert sum(line.startswith("  ./run.sh ") for line in lines) == 6
     assert not any("set -euo" in line for line in lines)
 
 

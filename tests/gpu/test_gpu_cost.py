@@ -13,6 +13,7 @@ def test_bytes_of_known_kernels():
         assert counted == right, name
 
 
+@slow
 def test_bench_prints_the_table_of_any_preset_and_card():
     command = [sys.executable, ROOT / "tests/commands/bench.py", "gpu", "--card=4090",
                "--preset=laptop", "--ngram_order=0", "--copy_lengths=()", "--no_attention=(0,1)"]

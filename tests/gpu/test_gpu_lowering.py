@@ -131,11 +131,12 @@ def test_estimated_memory_is_what_is_traced():
     compiled = memory("H100", "--num_layers=3", "--sequence_tokens=8192")
     check_estimate(compiled)
     assert compiled["peak"] > 1.25 * compiled["state"], "the activations are there"
-    check_estimate(memory("T4", "--compile=no", "--num_layers=3", "--sequence_tokens=4096"))
 
 
-def test_estimated_memory_of_the_head_in_float8():
+@slow
+def test_estimated_memory_of_the_head_in_float8_and_without_a_compiler():
     check_estimate(memory("H100", "--preset=h100-fp8", "--num_layers=3", "--sequence_tokens=8192"))
+    check_estimate(memory("T4", "--compile=no", "--num_layers=3", "--sequence_tokens=4096"))
 
 
 @slow

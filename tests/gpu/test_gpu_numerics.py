@@ -8,7 +8,8 @@ from harness import needs_triton, run, slow
 
 
 @needs_triton
-@pytest.mark.parametrize("what", ["float32", "bfloat16", pytest.param("cut", marks=slow)])
+@pytest.mark.parametrize("what", ["float32", pytest.param("bfloat16", marks=slow),
+                                  pytest.param("cut", marks=slow)])
 def test_lowered_kernels_agree_with_the_cpu_path(what):
     print(run("numerics.py", what, depth="numbers"))
 

@@ -48,9 +48,9 @@ def per_step(collectives: list) -> list[list]:
 
 
 def test_ranks_issue_the_same_collectives(shards):
-    reports = [as_rank(rank, shards) for rank in (0, 3, 7)]
+    reports = [as_rank(rank, shards) for rank in (0, 7)]
     seen = [report["collectives"] for report in reports]
-    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == seen[1]
     steps = per_step(seen[0])
     assert len(steps) == 2 + 3, "two of the warm-up, three of the run"
     assert all(step == steps[0] for step in steps)
