@@ -438,7 +438,7 @@ def test_ranks_may_compile_an_hour_apart(monkeypatch, data, tmp_path):
     assert seen["frozen"] > 10_000, "the collector skips what the compiler left"
 
 
-@pytest.mark.parametrize("survivor", [0, 1])
+@pytest.mark.parametrize("survivor", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_that_disagree_about_the_step_do_not_start(data, undisturbed, tmp_path, survivor):
     """As where one machine found the checkpoints and the other one did not."""
     script = patched_script(tmp_path, f"""

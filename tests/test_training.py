@@ -194,6 +194,7 @@ print(json.dumps([counts["inductor"]["fxgraph_cache_miss"], counts["inductor"]["
 """
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing_whatever_its_rank(data, tmp_path):
     """With Inductor's caches on, as they are by default. The key holds no rank."""
     def start(rank: int) -> tuple[int, int, int]:

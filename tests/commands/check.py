@@ -141,6 +141,8 @@ def copy_of(x: torch.Tensor) -> torch.Tensor:
     return x.detach().to("cpu", torch.float32, copy=True)
 
 
+SMALL = dict(vocab_size=1000, document_token=999, num_layers=3, num_heads=2, model_dim=256,
+             sequence_tokens=1024, window_start=384, window_end=384)
 # What the small model takes from the run that is checked.
 TECHNIQUES = ("attention_scale", "norm_eps", "logit_scale", "softcap", "sum_loss", "adam_eps",
               "fp8_head", "fp8_x_scale", "fp8_weight_scale", "fp8_grad_scale", "rotary_base",
@@ -154,9 +156,8 @@ def small_step(run_hp: Hyperparameters, hardware: Hardware,
     Weights and tokens are always the same. With gradients given, the optimizers take those: what
     differs in the updates is then the optimizers' own doing.
     """
-    hp = Hyperparameters(vocab_size=1000, document_token=999, num_layers=3, num_heads=2,
-                         model_dim=256, sequence_tokens=1024, window_start=384, window_end=384,
-                         short_window_layers=(1,) if run_hp.layers_with_short_window else (),
+    short_layers = (1,) if run_hp.layers_with_short_window else ()
+    hp = Hyperparameters(**SMALL, short_window_layers=short_layers,
                          **{name: getattr(run_hp, name) for name in TECHNIQUES})
     generator = torch.Generator().manual_seed(0)
     model = GPT(hp, hardware.dtype, hardware.attention, hardware.flex_options)

@@ -92,15 +92,22 @@ def test_the_dated_presets_do_not_tune_their_kernels_for_it(monkeypatch):
 
 # ---- the step ----
 
+@pytest.fixture
+def smaller(monkeypatch):
+    """A quarter of the work: most CPUs compute bfloat16 slowly."""
+    monkeypatch.setitem(check.SMALL, "model_dim", 128)
+    monkeypatch.setitem(check.SMALL, "sequence_tokens", 512)
+
+
 @pytest.mark.parametrize("hardware", [ROUNDED, Hardware(muon_dtype=torch.bfloat16), Hardware()])
-def test_rounding_passes(hardware):
+def test_rounding_passes(smaller, hardware):
     error, where = check.step_error(H100, hardware)
     assert error < 0.8, where
     if hardware == Hardware():
         assert error == 0
 
 
-@pytest.mark.parametrize("preset", ["2024-12-04", "2025-01-13", "2025-01-16", "2025-07-13"])
+@pytest.mark.parametrize("preset", ["2025-01-16", "2025-07-13"])
 def test_the_step_has_the_techniques_of_the_preset(preset):
     hp = hyperparameters(preset)
     error, where = check.step_error(hp, ROUNDED)
@@ -120,7 +127,7 @@ def only_there(monkeypatch, name: str, wrong) -> None:
     monkeypatch.setattr(train_gpt, name, chosen)
 
 
-def test_the_head_in_float8_is_compared_too(monkeypatch):
+def test_the_head_in_float8_is_compared_too(smaller, monkeypatch):
     """Its FP8 with the CPU's: other rounding in bfloat16 passes, a wrong scale does not."""
     error, where = check.step_error(FP8, ROUNDED)
     assert 0 < error < 0.8, where
@@ -146,12 +153,12 @@ def wrong_epsilon(x, eps):
 
 @pytest.mark.parametrize("name, wrong", [
     ("attend", sees_all), ("attend", sees_one_block), ("norm", wrong_epsilon)])
-def test_mistakes_do_not(monkeypatch, name, wrong):
+def test_mistakes_do_not(smaller, monkeypatch, name, wrong):
     only_there(monkeypatch, name, wrong)
     assert check.step_error(H100, ROUNDED)[0] > 1
 
 
-def test_an_optimizer_that_is_wrong_does_not(monkeypatch):
+def test_an_optimizer_that_is_wrong_does_not(smaller, monkeypatch):
     right = train_gpt.orthogonal_updates
 
     def one_step_less(*arguments):

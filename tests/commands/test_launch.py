@@ -115,6 +115,7 @@ def test_check_names_what_is_missing_and_the_command_that_gets_it(data):
     assert "python data/fineweb.py 103)" in process.stdout  # as many as there are
 
 
+@pytest.mark.slow
 def test_check_runs_a_collective_among_the_ranks(data):
     process = run_sh("check", *TINY, *data, NPROC="2")
     assert process.returncode == 0, process.stdout + process.stderr

@@ -478,9 +478,9 @@ def assert_budget(folder: Path, options: dict) -> None:
     [
         ("bytes", 300, 1),
         ("bytes", 3_000, 40),
-        ("bytes", 30_000, 1),
+        pytest.param("bytes", 30_000, 1, marks=pytest.mark.slow),
         ("bytes", 1_200_000, 1),
-        ("gpt2", 2_000, 1),
+        pytest.param("gpt2", 2_000, 1, marks=pytest.mark.slow),
         ("gpt2", 20_000, 60),
     ],
 )
