@@ -127,6 +127,7 @@ def check_estimate(traced: dict) -> None:
     assert traced["peak"] <= traced["estimate"] <= 1.25 * traced["peak"]
 
 
+@slow
 def test_estimated_memory_is_what_is_traced():
     compiled = memory("H100", "--num_layers=3", "--sequence_tokens=8192")
     check_estimate(compiled)
@@ -154,6 +155,7 @@ def test_estimated_memory_of_a_rank_and_of_an_old_card():
     check_estimate(memory("T4", "--num_layers=3", "--sequence_tokens=2048"))
 
 
+@slow
 def test_logits_in_fp32_are_caught():
     """The control of the bounds above: not compiled, logits are whole in memory in both passes."""
     eager = memory("H100", "--compile=no", "--num_layers=2", "--sequence_tokens=8192")
