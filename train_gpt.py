@@ -503,6 +503,7 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
         config = torch._inductor.config
         config.coordinate_descent_tuning = hp.tune_kernels
         config.max_autotune_gemm = hp.tune_products
+        config.autotune_num_choices_displayed = 0   # it would print a table for each product
         config.combo_kernels = hp.combo_kernels     # the casts of eight weights in one launch
         config.combo_kernels_pointwise_only = True
         head_dim = hp.model_dim // hp.num_heads
