@@ -704,15 +704,20 @@ def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
     documents = np.append(np.flatnonzero(tokens == document_token), shard.num_tokens)
     shard.release_pages()
     span = 2 * num_sequences * sequence_tokens
+
+    def first_document(position: int) -> int:
+        """At this place or after it; the end of the shard where there is none."""
+        number = np.searchsorted(documents, position)
+        return documents[min(number, len(documents) - 1)]
+
     batches = []
     position = 0
     while position + span + 1 < shard.num_tokens:
         starts = []
-        start = documents[np.searchsorted(documents, position)]
+        start = first_document(position)
         for _ in range(num_sequences):
             starts.append(start)
-            start = documents[min(np.searchsorted(documents, start + sequence_tokens),
-                                  len(documents) - 1)]
+            start = first_document(start + sequence_tokens)
         if start >= position + span:
             raise UserError(f"{shard.path}: from token {position} on, fewer than {num_sequences} "
                             f"sequences that start at a document lie in {span} tokens; its "
@@ -1230,7 +1235,7 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.attention = attention
         self.flex_options = flex_options
-        self.short_layers = hp.layers_with_short_window
+        self.short_layers = hp.layers_with_short_window  # here: Dynamo cannot compute it in forward
         rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
         tables = {table for table in hp.value_tables if table is not None}
         rotary = Rotary(hp.model_dim // hp.num_heads,
@@ -1667,7 +1672,6 @@ class Trainer:
             self.forward.eval()(*val_batch, self.window)
         self.forward.train()
         self.load_state_dict(saved)
-
 
     def made_up_sequence(self, length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.arange(length + 1, device=self.hardware.device) % self.hp.vocab_size
@@ -2827,10 +2831,10 @@ def validate(hp: Hyperparameters) -> None:
          "copy_lengths", "lengths from 1 to 64")
     need(hp.document_token < hp.vocab_size, "document_token",
          f"less than vocab_size={hp.vocab_size}")
-    need(all(layer in range(hp.num_layers) for layer in hp.layers_without_attention),
-         "no_attention", f"layers from 0 to {hp.num_layers - 1}")
-    need(all(layer in range(hp.num_layers) for layer in hp.layers_with_short_window),
-         "short_window_layers", f"layers from 0 to {hp.num_layers - 1}")
+    for name, layers in (("no_attention", hp.layers_without_attention),
+                         ("short_window_layers", hp.layers_with_short_window)):
+        need(all(layer in range(hp.num_layers) for layer in layers), name,
+             f"layers from 0 to {hp.num_layers - 1}")
     need(len(hp.value_tables) == hp.num_layers, "value_layout",
          f"one entry for each of the {hp.num_layers} layers")
     if hp.sample:
