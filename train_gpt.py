@@ -131,16 +131,16 @@ class Hyperparameters:
     pad_embeddings: bool = True         # pad the rows of the embeddings likewise
     document_token: int = 50256         # starts each document; attention never crosses it
     # budget
-    num_steps: int = 1390               # optimizer steps
-    batch_tokens: int = 8 * 64 * 1024   # tokens per step over all ranks, whatever the world size
-    sequence_tokens: int = 0            # tokens per forward pass; 0: 65,536, or as many as fit
+    num_steps: int = 1750               # optimizer steps
+    batch_tokens: int = 8 * 48 * 1024   # tokens per step over all ranks, whatever the world size
+    sequence_tokens: int = 48 * 1024    # tokens per forward pass; fewer where these do not fit
     segment_tokens: int = 0             # pieces that a batch is made of (Loader); 0: one stretch
-    align_documents: bool = False       # every sequence starts at a document (aligned_starts)
+    align_documents: bool = True        # every sequence starts at a document (aligned_starts)
     epochs: int = 1                     # passes over the shards; above 1: in shuffled order
     val_every: int = 125                # steps between validations; 0: only at the end
     val_tokens: int = 10_485_760        # tokens to validate on, always the same
     val_start: int = 0                  # the first of them
-    val_sequence_tokens: int = 0        # tokens per forward pass of validation; 0: as in training
+    val_sequence_tokens: int = 256 * 1024  # the same of validation; 0: as in training
     target_loss: float = 3.28           # validation loss that the run should reach; 0: none
     # model
     num_layers: int = 12                # the first half encodes, the second half decodes
@@ -154,29 +154,29 @@ class Hyperparameters:
     rotary_base: float = 1024.0         # the slowest rotary frequency is 1/base radians per token
     rotary_fraction: float = 0.5        # part of a head's dimensions that is rotated
     rotary_endpoint: bool = True        # frequencies include 1/base; false: they stop one short
-    attention_scale: float = 0.0        # factor on q·k; 0: 1/√head_dim
-    norm_eps: float = 0.0               # inside the root of every norm; 0: that of the number type
-    init_bound: float = 1.0             # matrices start uniform in ±this/√inputs, outputs at 0
-    logit_scale: float = 1.0            # factor on the head's products; 0: 1/√model_dim
+    attention_scale: float = 0.12       # factor on q·k; 0: 1/√head_dim
+    norm_eps: float = 2.0**-23          # inside the root of every norm; 0: that of the number type
+    init_bound: float = 0.75**0.5       # matrices start uniform in ±this/√inputs, outputs at 0
+    logit_scale: float = 0.0            # factor on the head's products; 0: 1/√model_dim
     softcap: float = 15.0               # logits pass through c·tanh(logits/c); 0: off
     ngram_order: int = 0                # tokens in the longest context that is counted; 0: none
     ngram_tokens: int = 0               # tokens to count, of those that no batch of the run reads
     copy_lengths: tuple = ()            # suggest what followed the last so many tokens before
     # attention window, growing linearly over the run
     window_unit: str = "block"          # block (of 128), token (steps of 64), token_in_block (both)
-    window_start: int = 128             # tokens, at step 0
-    window_end: int = 1856              # tokens, at the last step (14 whole blocks)
-    window_rounding: str = "down"       # to whole units: down, up
-    short_window_layers: str | tuple = "none"  # half the window: none, inner (all but 4), tuple
+    window_start: int = 0               # tokens, at step 0
+    window_end: int = 1728              # tokens, at the last step
+    window_rounding: str = "up"         # to whole units: down, up
+    short_window_layers: str | tuple = "inner"  # half the window: none, inner (all but 4), tuple
     # optimizers
-    sum_loss: bool = False              # gradients of a sequence's summed loss, not of its mean
+    sum_loss: bool = True               # gradients of a sequence's summed loss, not of its mean
     embed_rate: float = 0.6             # Adam: token and value embeddings
-    head_rate: float = 0.008            # Adam: output head
+    head_rate: float = 0.22             # Adam: output head
     scalar_rate: float = 0.04           # Adam: skip weights and mixes
     adam_beta1: float = 0.8             # Adam: decay of the mean
     adam_beta2: float = 0.95            # Adam: decay of the square
-    adam_eps: float = 1e-8              # Adam: added to the root of the square
-    adam_eps_first: bool = False        # Adam: added before the bias correction; false: after it
+    adam_eps: float = 1e-10             # Adam: added to the root of the square
+    adam_eps_first: bool = True         # Adam: added before the bias correction; false: after it
     muon_rate: float = 0.05             # Muon: matrices of the blocks
     muon_momentum: float = 0.95         # Muon: final momentum
     muon_momentum_start: float = 0.85   # Muon: momentum at step 0
@@ -185,16 +185,16 @@ class Hyperparameters:
     muon_nesterov: bool = True          # Muon: look ahead along the momentum
     muon_decay: float = 0.0             # Muon: decoupled weight decay
     muon_steps: int = 5                 # Muon: Newton–Schulz iterations per update
-    cooldown: float = 0.4               # last part of the run, where rates fall (above 1: steps)
-    rate_floor: float = 0.0             # factor on the rates at the end of it
+    cooldown: float = 0.45              # last part of the run, where rates fall (above 1: steps)
+    rate_floor: float = 0.1             # factor on the rates at the end of it
     # hardware
     device: str = "auto"                # auto, cuda, cpu, mps
     dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), a type
     bf16_embeddings: bool = True        # embeddings in bfloat16 wherever activations are
-    fp8_head: bool = False              # train the output head in FP8; validation does without
+    fp8_head: bool = True               # train the output head in FP8, on GPUs that have it
     fp8_x_scale: float = 0.0            # FP8: factor on the head's inputs; 0: 448/√model_dim
-    fp8_weight_scale: float = 32.0      # FP8: factor on its weights
-    fp8_grad_scale: float = 2.0**15     # FP8: factor on the gradient of a token's loss
+    fp8_weight_scale: float = 448 / 24  # FP8: factor on its weights
+    fp8_grad_scale: float = 448.0       # FP8: factor on the gradient of a token's loss
     muon_dtype: str = "auto"            # Newton–Schulz: auto (bfloat16 if the hardware has it)
     attention: str = "auto"             # auto (flex on CUDA, banded elsewhere), flex, banded
     compile: str = "auto"               # torch.compile: auto (CUDA; long runs on a CPU), yes, no
@@ -224,7 +224,7 @@ class Hyperparameters:
 
     origins = {}    # not a field: where each value comes from (default, preset, command line)
 
-    @cached_property
+    @property
     def padded_vocab(self) -> int:
         multiple = math.lcm(self.vocab_multiple, 16 if self.fp8_head else 1)  # FP8 needs 16
         return -(-self.vocab_size // multiple) * multiple
@@ -272,8 +272,10 @@ LAPTOP = dict(
     window_start=256, window_end=256, cooldown=0.5)
 # Also the laptop's, but a dated preset given with it keeps its own architecture at this size.
 LAPTOP_ARCHITECTURE = dict(
-    value_layout="per_layer", no_attention="none",
-    ngram_order=6, ngram_tokens=90_000_000, copy_lengths=(3, 5, 8, 12, 20))
+    value_layout="per_layer", no_attention="none", attention_scale=0.0, norm_eps=0.0,
+    init_bound=1.0, logit_scale=1.0, window_rounding="down", short_window_layers="none",
+    ngram_order=6, ngram_tokens=90_000_000, copy_lengths=(3, 5, 8, 12, 20), sum_loss=False,
+    head_rate=0.008, adam_eps=1e-8, adam_eps_first=False, rate_floor=0.0)
 
 # The historical systems on 8×H100 (README: The lineage). Each is stated completely, so that no edit
 # of a default changes it.
@@ -281,7 +283,7 @@ SOFTCAP_2025_01_04 = dict(
     train_files="data/fineweb10B/fineweb_train_*.bin",
     val_files="data/fineweb10B/fineweb_val_*.bin",
     vocab_size=50257, vocab_multiple=128, pad_embeddings=True, document_token=50256,
-    num_steps=1390, batch_tokens=8 * 64 * 1024, sequence_tokens=0, segment_tokens=0,
+    num_steps=1390, batch_tokens=8 * 64 * 1024, sequence_tokens=64 * 1024, segment_tokens=0,
     align_documents=False, epochs=1, val_every=125, val_tokens=10_485_760, val_start=0,
     val_sequence_tokens=0, target_loss=3.28,
     num_layers=12, num_heads=6, model_dim=768, mlp_ratio=4,
@@ -322,7 +324,7 @@ ALIGNED_2025_07_13 = WINDOWS_2025_01_16 | dict(
     sum_loss=True, head_rate=0.22, adam_eps_first=True, cooldown=0.45, fp8_x_scale=0.0,
     fp8_weight_scale=448 / 24, fp8_grad_scale=448.0, tune_kernels=False)
 
-PRESETS = {"h100": {}, "h100-fp8": dict(fp8_head=True), "laptop": LAPTOP,
+PRESETS = {"h100": {}, "laptop": LAPTOP,
            "2024-11-19": FLEX_2024_11_19, "2024-12-04": VALUES_2024_12_04,
            "2024-12-08": UNET_2024_12_08, "2024-12-10": MFU_2024_12_10,
            "2024-12-17": SPARSE_2024_12_17, "2025-01-04": SOFTCAP_2025_01_04,
@@ -342,7 +344,7 @@ CHOICES = {"window_unit": ("block", "token", "token_in_block"),
 
 # The smallest value of each number; the largest, where there is one.
 AT_LEAST = dict(vocab_size=1, vocab_multiple=1, document_token=0, num_steps=1, batch_tokens=BLOCK,
-                sequence_tokens=0, segment_tokens=0, epochs=1, val_every=0, val_tokens=BLOCK,
+                sequence_tokens=BLOCK, segment_tokens=0, epochs=1, val_every=0, val_tokens=BLOCK,
                 val_start=0, val_sequence_tokens=0, target_loss=0, num_layers=2, num_heads=1,
                 model_dim=4, mlp_ratio=1, value_lambdas=1, rotary_base=1.001, rotary_fraction=0.001,
                 softcap=0, attention_scale=0, norm_eps=0, init_bound=0, logit_scale=0,
@@ -382,6 +384,7 @@ class Hardware:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32          # of activations
     muon_dtype: torch.dtype = torch.float32     # of Newton–Schulz
+    has_fp8: bool = False
     attention: str = "banded"
     flex_options: dict | None = None            # FlexAttention's tiles; None: Inductor's own
     compile: bool = False
@@ -419,6 +422,10 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
                                    or cpu.get("amx_bf16"))
     if hp.dtype == "float64" and hp.muon_dtype == "auto":
         here.muon_dtype = torch.float64
+    if kind == "cuda":
+        lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
+        gpu = torch.cuda.get_device_properties(here.device)
+        here.has_fp8 = (gpu.major, gpu.minor) >= lowest
     here.why_not_compiled = why_not_compile(hp, kind)
     here.compile = not here.why_not_compiled
 
@@ -503,7 +510,10 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
         config = torch._inductor.config
         config.coordinate_descent_tuning = hp.tune_kernels
         config.max_autotune_gemm = hp.tune_products
-        config.autotune_num_choices_displayed = 0   # it would print a table for each product
+        if hp.tune_products:  # silent: it would print a table and two lines for each product
+            config.autotune_num_choices_displayed = 0
+            select_algorithm = importlib.import_module("torch._inductor.select_algorithm")
+            select_algorithm._log_autotune_choices_stats = lambda name, timings: None
         config.combo_kernels = hp.combo_kernels     # the casts of eight weights in one launch
         config.combo_kernels_pointwise_only = True
         head_dim = hp.model_dim // hp.num_heads
@@ -511,11 +521,6 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
     elif device.type == "cpu":
         torch.use_deterministic_algorithms(True)  # repeatable bit for bit; on CUDA it costs speed
         torch.utils.deterministic.fill_uninitialized_memory = False
-    if hp.fp8_head and device.type != "cpu":
-        lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
-        if device.type == "mps" or torch.cuda.get_device_capability(device) < lowest:
-            raise UserError("--fp8_head=true: this device has no FP8, which takes compute "
-                            "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false")
 
 
 # ═══ 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice ══════
@@ -573,13 +578,15 @@ class Loader:
     the same loss. With segment_tokens=0 there is one lane, as in the published records. The batch
     is cut into sequences; micro-step m of rank r takes sequence m · world_size + r. A shard gives
     as many whole batches as it holds. Of several epochs, each has its own order of the shards.
-    With align_documents every sequence starts at a document, and what lies between is skipped.
+    With align_documents every sequence starts at a document, and what lies between is skipped;
+    shards after the first `num_batches` batches are then not looked through, and count as empty.
     """
 
     def __init__(self, pattern: str, batch_tokens: int, sequence_tokens: int,
                  segment_tokens: int = 0, rank: int = 0, world_size: int = 1, device="cpu",
                  vocab_size: int = 2**16, epochs: int = 1, seed: int = 0,
-                 document_token: int = 0, align_documents: bool = False):
+                 document_token: int = 0, align_documents: bool = False,
+                 num_batches: int = 10**12):
         self.pattern = pattern
         self.paths = sorted(glob.glob(pattern))
         if not self.paths:
@@ -598,13 +605,16 @@ class Loader:
         self.world_size = world_size
         self.device = torch.device(device)
         self.starts = {}        # of the aligned sequences: {shard: [batches, sequences]}
-        if align_documents:
-            num_sequences = batch_tokens // sequence_tokens
-            self.starts = {shard: aligned_starts(shard, num_sequences, sequence_tokens,
-                                                 document_token) for shard in shards}
-        self.batches = [len(self.starts[shard]) if align_documents else
-                        max(0, shard.num_tokens - 1) // self.num_lanes // self.segment_tokens
-                        for shard in self.shards]       # whole batches in each shard
+        self.batches = []       # whole batches in each shard
+        for shard in self.shards:
+            if align_documents:
+                if shard not in self.starts and sum(self.batches) < num_batches:
+                    self.starts[shard] = aligned_starts(shard, batch_tokens // sequence_tokens,
+                                                        sequence_tokens, document_token)
+                self.batches.append(len(self.starts.get(shard, ())))
+            else:
+                lane_tokens = max(0, shard.num_tokens - 1) // self.num_lanes
+                self.batches.append(lane_tokens // self.segment_tokens)
         self.ends = list(itertools.accumulate(self.batches))
         self.index = 0          # the next batch: all there is to know about the position
         self.prefetched = {}    # the batch being read in the background, by index
@@ -2062,8 +2072,11 @@ def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
 
 
 def saved_hyperparameters(state: dict) -> dict:
-    """The saved values of the fields that exist today; others have their default."""
+    """The saved values of the fields that exist today."""
     known = {field.name for field in dataclasses.fields(Hyperparameters)}
+    missing = known - MAY_CHANGE_ON_RESUME - state["hyperparameters"].keys()
+    if missing:  # today's default may be another training
+        raise ValueError(f"an older train_gpt.py wrote it, without {', '.join(sorted(missing))}")
     values = {name: value for name, value in state["hyperparameters"].items() if name in known}
     check_types(Hyperparameters(**values))
     return values
@@ -2488,8 +2501,8 @@ def peak_memory(hp: Hyperparameters, hardware: Hardware) -> float:
 
 
 def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
-    """Powers of two from the mask's block to 65,536 that divide the batch and the validation."""
-    lengths = [BLOCK * 2**power for power in range(10)]
+    """Whole blocks, up to sequence_tokens, that divide a rank's part of the batch; ascending."""
+    lengths = range(BLOCK, hp.sequence_tokens + 1, BLOCK)
     if not hp.val_sequence_tokens:
         lengths = [length for length in lengths
                    if hp.val_tokens % length == 0 and hp.val_start % length == 0]
@@ -2518,25 +2531,47 @@ def available_bytes(hardware: Hardware) -> float:
     return usable_bytes(room)
 
 
-def fit_sequence(hp: Hyperparameters, hardware: Hardware) -> str:
-    """Replace sequence_tokens=0 by the longest that fits. Returns a warning, or nothing.
+def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False) -> list[str]:
+    """Shorten sequences that do not fit, and do without FP8 where there is none. Returns notes.
 
     Shorter sequences mean more micro-steps of the same batch: the same training, except that
-    attention does not reach across sequences.
+    attention does not reach across sequences. What the command line says stays; keep: everything.
     """
-    fixed, per_token = memory_needed(hp, hardware)
+    def may_change(name: str) -> bool:
+        return not keep and hp.origins.get(name) != "command line"
+
+    def change(name: str, value, reason: str) -> None:
+        if value != getattr(hp, name):
+            notes.append(f"{name}={value} instead of {getattr(hp, name)}: {reason}")
+            setattr(hp, name, value)
+            hp.origins[name] = "hardware"
+
+    notes = []
+    if hp.fp8_head and not hardware.has_fp8:
+        if may_change("fp8_head"):
+            change("fp8_head", False, "there is no FP8 here")
+        elif hardware.device.type != "cpu":  # which computes it, slowly
+            raise UserError("--fp8_head=true: this device has no FP8, which takes compute "
+                            "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false")
     room = available_bytes(hardware)
-    if hp.sequence_tokens == 0:
+    fixed, per_token = memory_needed(hp, hardware)
+    if hp.val_sequence_tokens and may_change("val_sequence_tokens"):
+        length = math.gcd(hp.val_sequence_tokens, hp.val_tokens, hp.val_start)
+        while fixed + length * logit_bytes(hp, hardware) > room and length % (2 * BLOCK) == 0:
+            length //= 2
+        change("val_sequence_tokens", length, "it divides val_tokens and fits the memory")
+    if may_change("sequence_tokens"):
         lengths = possible_sequences(hp, hardware.world_size)
         fitting = [length for length in lengths if fixed + length * per_token <= room]
-        share = max(BLOCK, min(2**16, hp.batch_tokens // hardware.world_size))
-        power_of_two = 1 << (share.bit_length() - 1)  # where none divides: validate says so
-        hp.sequence_tokens = max(fitting, default=min(lengths, default=power_of_two))
+        share = max(1, hp.batch_tokens // hardware.world_size // BLOCK) * BLOCK
+        shortest = min(lengths, default=min(hp.sequence_tokens, share))  # which will be refused
+        change("sequence_tokens", max(fitting, default=shortest),
+               "it divides the batch of a rank and fits the memory")
     needed = peak_memory(hp, hardware)
-    if needed <= room:
-        return ""
-    return (f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
-            f"{room / 2**30:.1f}; {less_memory(hp, hardware)}")
+    if needed > room:
+        notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
+                     f"{room / 2**30:.1f}; {less_memory(hp, hardware)}")
+    return notes
 
 
 def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
@@ -2544,31 +2579,41 @@ def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
     fixed, per_token = memory_needed(hp, hardware)
     if fixed + hp.sequence_tokens * per_token < peak_memory(hp, hardware):
         return f"give --val_sequence_tokens={math.gcd(hp.val_sequence_tokens // 2, hp.val_tokens)}"
-    lengths = possible_sequences(hp, hardware.world_size)
-    shorter = max((length for length in lengths if length < hp.sequence_tokens), default=0)
-    if not shorter or fixed > available_bytes(hardware):
+    room = available_bytes(hardware)
+    shorter = [length for length in possible_sequences(hp, hardware.world_size)
+               if length < hp.sequence_tokens and fixed + length * per_token <= room]
+    if not shorter:
         return "lower --model_dim or --num_layers"
-    return f"give --sequence_tokens={shorter}: more micro-steps of the same batch"
+    return f"give --sequence_tokens={max(shorter)}: more micro-steps of the same batch"
 
 
 def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
     """Open all shards; refuse what would fail in the middle of the run."""
     micro_steps(hp, hardware)
-    train = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
-                   hardware.rank, hardware.world_size, hardware.device, hp.vocab_size, hp.epochs,
-                   hp.seed, hp.document_token, hp.align_documents)
-    val_sequence = hp.val_sequence_tokens or hp.sequence_tokens
-    val = Loader(hp.val_files, val_sequence, val_sequence, device=hardware.device,
-                 vocab_size=hp.vocab_size)
-    check_budget(hp, train, hp.num_steps, "num_steps", 1)
-    check_budget(hp, val, (hp.val_start + hp.val_tokens) // val_sequence, "val_tokens",
-                 val_sequence)
+    train = open_train(hp, hardware)
+    val = open_val(hp, hardware)
     if hp.hellaswag:
         with data_module("hellaswag") as hellaswag:
             hellaswag.read_tasks(hp.hellaswag, hp.vocab_size, hp.document_token)
     train_hashes, _ = check_manifests(hp, train)
     val_hashes, bytes_per_token = check_manifests(hp, val)
     return Data(train, val, bytes_per_token, train_hashes | val_hashes)
+
+
+def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
+    loader = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
+                    hardware.rank, hardware.world_size, hardware.device, hp.vocab_size, hp.epochs,
+                    hp.seed, hp.document_token, hp.align_documents, hp.num_steps)
+    check_budget(hp, loader, hp.num_steps, "num_steps", 1)
+    return loader
+
+
+def open_val(hp: Hyperparameters, hardware: Hardware) -> Loader:
+    """Its batch is one sequence; the ranks take turns."""
+    tokens = hp.val_sequence_tokens or hp.sequence_tokens
+    loader = Loader(hp.val_files, tokens, tokens, device=hardware.device, vocab_size=hp.vocab_size)
+    check_budget(hp, loader, (hp.val_start + hp.val_tokens) // tokens, "val_tokens", tokens)
+    return loader
 
 
 def check_budget(hp: Hyperparameters, loader: Loader, needed: int, name: str, unit: int) -> None:
@@ -2736,6 +2781,8 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
     hp = Hyperparameters(**values)
     hp.origins = origins
     validate(hp)
+    # lengths that a preset sets are fitted to the batch and to the hardware later
+    check_sequences(hp, tuple(name for name in SEQUENCE_LENGTHS if name in options))
     return hp
 
 
@@ -2760,10 +2807,9 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
     notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
     with contextlib.suppress(UserError):
         here = as_dict(resolve(options | dict(preset=hp.preset)))
-        here["sequence_tokens"] = here["sequence_tokens"] or saved["sequence_tokens"]  # 0: fitted
         edited = [f"{name}={here[name]} (checkpoint: {value})" for name, value in saved.items()
                   if value != here[name] and name not in MAY_CHANGE_ON_RESUME
-                  and hp.origins[name] not in ("command line", "checkpoint")]
+                  and hp.origins[name] not in ("command line", "checkpoint", "hardware")]
         if edited:
             notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
     return hp, notes
@@ -2778,67 +2824,74 @@ def check_types(hp: Hyperparameters) -> None:
             raise UserError(f"{field.name} = {value!r}: expected {KINDS[field.type]}")
 
 
+SEQUENCE_LENGTHS = ("sequence_tokens", "val_sequence_tokens")
+
+
+def need(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
+    if not holds:
+        raise UserError(f"--{name}={getattr(hp, name)}: expected {expected}")
+
+
 def validate(hp: Hyperparameters) -> None:
     """Refuse impossible values and combinations, each in one sentence."""
-    def need(holds: bool, name: str, expected: str) -> None:
-        if not holds:
-            raise UserError(f"--{name}={getattr(hp, name)}: expected {expected}")
-
     check_types(hp)
     for name, lowest in AT_LEAST.items():
-        need(getattr(hp, name) >= lowest, name, f"at least {lowest}")
+        need(hp, getattr(hp, name) >= lowest, name, f"at least {lowest}")
     for name, highest in AT_MOST.items():
-        need(getattr(hp, name) <= highest, name, f"at most {highest}")
+        need(hp, getattr(hp, name) <= highest, name, f"at most {highest}")
     for name, choices in CHOICES.items():
         is_tuple = isinstance(getattr(hp, name), tuple)
-        need(is_tuple or getattr(hp, name) in choices, name, f"one of {', '.join(choices)}")
+        need(hp, is_tuple or getattr(hp, name) in choices, name, f"one of {', '.join(choices)}")
     for name in ("train_files", "val_files", "log_dir"):
-        need(getattr(hp, name) != "", name, "a path")
-    need(re.fullmatch(r"[\w.+-]*", hp.run_id) and hp.run_id not in (".", ".."), "run_id",
+        need(hp, getattr(hp, name) != "", name, "a path")
+    need(hp, re.fullmatch(r"[\w.+-]*", hp.run_id) and hp.run_id not in (".", ".."), "run_id",
          "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
     unit = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1)
-    need(hp.model_dim % unit == 0, "model_dim",
+    need(hp, hp.model_dim % unit == 0, "model_dim",
          f"a multiple of {unit} (4 × num_heads{', and 16 for FP8' if hp.fp8_head else ''}); the "
          f"nearest is {nearest_multiple(hp.model_dim, unit)}")
-    sequence = hp.sequence_tokens
-    if sequence:
-        need(sequence % BLOCK == 0, "sequence_tokens", f"a multiple of the mask's block of "
-             f"{BLOCK}; the nearest is {nearest_multiple(sequence, BLOCK)}")
-        need(sequence <= hp.batch_tokens, "sequence_tokens",
-             f"at most batch_tokens={hp.batch_tokens}")
-        need(hp.batch_tokens % sequence == 0, "batch_tokens",
-             f"a multiple of sequence_tokens={sequence}; the nearest is "
-             f"{nearest_multiple(hp.batch_tokens, sequence)}")
-        if hp.segment_tokens:
-            need(sequence % hp.segment_tokens == 0, "segment_tokens",
-                 f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
-    need(hp.val_sequence_tokens % BLOCK == 0, "val_sequence_tokens", "a multiple of the mask's "
-         f"block of {BLOCK}; the nearest is {nearest_multiple(hp.val_sequence_tokens, BLOCK)}")
-    which = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
-    unit = getattr(hp, which) or 1
-    for name in ("val_tokens", "val_start"):
-        need(getattr(hp, name) % unit == 0, name, f"a multiple of {which}={unit}; the nearest is "
-             f"{nearest_multiple(getattr(hp, name), unit)}")
-    need(not (hp.align_documents and hp.segment_tokens), "align_documents",
+    need(hp, not (hp.align_documents and hp.segment_tokens), "align_documents",
          "false where segment_tokens is set: a segment starts anywhere")
-    need(not (hp.align_documents and hp.ngram_order), "align_documents",
+    need(hp, not (hp.align_documents and hp.ngram_order), "align_documents",
          "false where n-grams are counted (ngram_order), which takes what the batches leave over")
     if hp.ngram_order:
-        need(hp.padded_vocab <= 512, "ngram_order", "0 with more than 512 tokens: contexts are "
+        need(hp, hp.padded_vocab <= 512, "ngram_order", "0 with more than 512 tokens: contexts are "
              "integers of 9 bits a token")
-        need(hp.ngram_tokens > 0, "ngram_tokens", "the number of tokens to count, such as 1e7")
-    need(all(isinstance(length, int) and 1 <= length <= 64 for length in hp.copy_lengths),
+        need(hp, hp.ngram_tokens > 0, "ngram_tokens", "the number of tokens to count, such as 1e7")
+    need(hp, all(isinstance(length, int) and 1 <= length <= 64 for length in hp.copy_lengths),
          "copy_lengths", "lengths from 1 to 64")
-    need(hp.document_token < hp.vocab_size, "document_token",
+    need(hp, hp.document_token < hp.vocab_size, "document_token",
          f"less than vocab_size={hp.vocab_size}")
     for name, layers in (("no_attention", hp.layers_without_attention),
                          ("short_window_layers", hp.layers_with_short_window)):
-        need(all(layer in range(hp.num_layers) for layer in layers), name,
+        need(hp, all(layer in range(hp.num_layers) for layer in layers), name,
              f"layers from 0 to {hp.num_layers - 1}")
-    need(len(hp.value_tables) == hp.num_layers, "value_layout",
+    need(hp, len(hp.value_tables) == hp.num_layers, "value_layout",
          f"one entry for each of the {hp.num_layers} layers")
     if hp.sample:
-        need(hp.checkpoint != "", "checkpoint", "a model.pt or a run's folder to sample from")
+        need(hp, hp.checkpoint != "", "checkpoint", "a model.pt or a run's folder to sample from")
+
+
+def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS) -> None:
+    """The named lengths of sequences against the batch, its segments and the validation."""
+    for name in names:
+        need(hp, getattr(hp, name) % BLOCK == 0, name, "a multiple of the mask's block of "
+             f"{BLOCK}; the nearest is {nearest_multiple(getattr(hp, name), BLOCK)}")
+    if "sequence_tokens" in names:
+        sequence = hp.sequence_tokens
+        need(hp, sequence <= hp.batch_tokens, "sequence_tokens",
+             f"at most batch_tokens={hp.batch_tokens}")
+        need(hp, hp.batch_tokens % sequence == 0, "batch_tokens",
+             f"a multiple of sequence_tokens={sequence}; the nearest is "
+             f"{nearest_multiple(hp.batch_tokens, sequence)}")
+        need(hp, sequence % (hp.segment_tokens or 1) == 0, "segment_tokens",
+             f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
+    of_validation = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
+    if of_validation in names:
+        unit = getattr(hp, of_validation)
+        for name in ("val_tokens", "val_start"):
+            need(hp, getattr(hp, name) % unit == 0, name, f"a multiple of {of_validation}={unit}; "
+                 f"the nearest is {nearest_multiple(getattr(hp, name), unit)}")
 
 
 def show(hp: Hyperparameters) -> None:
@@ -2905,11 +2958,10 @@ def main(arguments: list[str]) -> int:
             code = use_model(hp, hardware)
         else:
             with shared_errors():
-                warning = fit_sequence(hp, hardware)
-                validate(hp)
+                notes = fit_to_hardware(hp, hardware, keep=run.checkpoint is not None)
+                check_sequences(hp)
                 data = open_data(hp, hardware)
-            if warning:
-                run = run._replace(notes=(*run.notes, warning))
+            run = run._replace(notes=(*run.notes, *notes))
             code = train(hp, hardware, data, run)
         return code
     except UserError as error:

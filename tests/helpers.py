@@ -103,7 +103,7 @@ def hyperparameters(*presets: str, **values) -> train_gpt.Hyperparameters:
 def make_trainer(hp: train_gpt.Hyperparameters,
                  hardware: train_gpt.Hardware | None = None) -> train_gpt.Trainer:
     hardware = hardware or train_gpt.find_hardware(hp)
-    train_gpt.fit_sequence(hp, hardware)
+    train_gpt.fit_to_hardware(hp, hardware)
     return train_gpt.Trainer(hp, hardware, train_gpt.open_data(hp, hardware))
 
 

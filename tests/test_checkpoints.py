@@ -304,20 +304,23 @@ def test_another_preset_changes_the_training(cut):
 
 
 def test_a_checkpoint_of_another_version_of_the_file(data, cut):
-    """What it does not know has its default, and what no longer exists is ignored."""
+    """What no longer exists is ignored; what a training depends on has to be there."""
     folder = cut(4)
 
     def age(state):
-        del state["hyperparameters"]["muon_decay"], state["origins"]["muon_decay"]
+        del state["hyperparameters"]["profile"], state["origins"]["profile"]
         state["hyperparameters"]["number_of_bells"] = 3
     path = edit(folder / "checkpoint_0000004.pt", age)
     hp, resumed = prepare(f"--resume={path}")
-    assert hp.muon_decay == 0.0 and not hasattr(hp, "number_of_bells")
+    assert hp.profile == 0 and not hasattr(hp, "number_of_bells")
     assert resumed.notes[1:] == ("changed since the checkpoint: nothing",)
     trainer = make_trainer(hp)
     clock = train_gpt.Clock(trainer.hardware.device)
     assert train_gpt.restore(trainer, clock, resumed.checkpoint) == 4
     assert trainer.data.train.index == 4 and clock.ms["train"] > 0
+    edit(path, lambda state: state["hyperparameters"].pop("norm_eps"))
+    with pytest.raises(train_gpt.UserError, match="older train_gpt.py .* without norm_eps"):
+        prepare(f"--resume={path}")
 
 
 def test_an_edit_of_the_file_since_the_checkpoint_is_named_as_not_used(cut, monkeypatch):
@@ -332,9 +335,9 @@ def test_an_edit_of_the_file_since_the_checkpoint_is_named_as_not_used(cut, monk
 
 def test_a_sequence_that_was_chosen_for_the_machine_is_no_edit_of_the_file(cut):
     folder = cut(4)
-    hp = train_gpt.parse_command_line(["--preset=2025-01-04", "--device=cpu"])
-    train_gpt.fit_sequence(hp, train_gpt.Hardware())
-    assert hp.sequence_tokens > 0
+    hp = train_gpt.parse_command_line(["--preset=h100", "--device=cpu", "--batch_tokens=8192"])
+    train_gpt.fit_to_hardware(hp, train_gpt.Hardware())
+    assert hp.sequence_tokens == 8192 and not hp.fp8_head
     edit(folder / "checkpoint_0000004.pt", lambda state: state.update(
         hyperparameters=train_gpt.as_dict(hp), origins=hp.origins))
     resumed_hp, resumed = prepare(f"--resume={folder}")

@@ -18,7 +18,7 @@ from train_gpt import (
     UserError,
     choose_flex_options,
     find_hardware,
-    fit_sequence,
+    fit_to_hardware,
     memory_needed,
     parse_command_line,
     start_triton,
@@ -35,7 +35,8 @@ def cards(monkeypatch):
     def pretend(*gigabytes: int, capability=(9, 0), shared: int | None = 227 * 1024,
                 hip: str | None = None, free: int | None = None):
         told = {} if shared is None else dict(shared_memory_per_block_optin=shared)
-        properties = [SimpleNamespace(total_memory=size * GIB, major=capability[0], **told)
+        major, minor = capability
+        properties = [SimpleNamespace(total_memory=size * GIB, major=major, minor=minor, **told)
                       for size in gigabytes]
 
         def get_device_properties(device=0):
@@ -68,24 +69,31 @@ def host_memory(monkeypatch):
 def fitted(*arguments: str) -> tuple[train_gpt.Hyperparameters, str]:
     """(hyperparameters, warning) as main has them before training."""
     hp = parse_command_line(list(arguments))
-    warning = fit_sequence(hp, find_hardware(hp))
-    return hp, warning
+    notes = fit_to_hardware(hp, find_hardware(hp))
+    return hp, "".join(note for note in notes if note.startswith("warning"))
 
 
 # ---- the length of a sequence ----
 
-@pytest.mark.parametrize("gigabytes, tokens", [(80, 65536), (40, 65536), (24, 32768), (12, 8192),
-                                               (8, 4096)])
-def test_the_sequence_is_as_long_as_fits(cards, gigabytes, tokens):
+@pytest.mark.parametrize("preset, gigabytes, tokens, val_tokens", [
+    ("2025-01-04", 80, 65536, 0), ("2025-01-04", 40, 65536, 0), ("2025-01-04", 24, 32768, 0),
+    ("2025-01-04", 12, 8192, 0), ("2025-01-04", 8, 4096, 0), ("h100", 80, 49152, 262144),
+    ("h100", 40, 49152, 262144), ("h100", 24, 24576, 131072), ("h100", 12, 8192, 65536),
+    ("h100", 8, 4096, 16384)])
+def test_sequences_are_as_long_as_fits(cards, preset, gigabytes, tokens, val_tokens):
     cards(gigabytes)
-    hp, warning = fitted("--preset=h100")
-    assert (hp.sequence_tokens, hp.batch_tokens, warning) == (tokens, 524_288, "")
-    assert train_gpt.as_dict(hp)["sequence_tokens"] == tokens, "the log says what was chosen"
+    wanted = parse_command_line([f"--preset={preset}"])
+    hp, warning = fitted(f"--preset={preset}")
+    assert (hp.sequence_tokens, hp.val_sequence_tokens) == (tokens, val_tokens)
+    assert (hp.batch_tokens, warning) == (wanted.batch_tokens, "")
+    origin = "hardware" if tokens < wanted.sequence_tokens else hp.origins["batch_tokens"]
+    assert hp.origins["sequence_tokens"] == origin, "the log says what was chosen"
+    train_gpt.check_sequences(hp)
 
 
 def test_the_smallest_gpu_decides(cards):
     cards(80, 24, 80)
-    assert fitted("--preset=h100")[0].sequence_tokens == 32768
+    assert fitted("--preset=h100")[0].sequence_tokens == 24576
 
 
 def test_memory_that_others_use_does_not_count(cards):
@@ -94,7 +102,7 @@ def test_memory_that_others_use_does_not_count(cards):
     for size, free in ((80, None), (80, 20), (20, None)):
         cards(size, free=free)
         hp = train_gpt.parse_command_line(["--preset=h100"])
-        train_gpt.fit_sequence(hp, train_gpt.find_hardware(hp))
+        train_gpt.fit_to_hardware(hp, train_gpt.find_hardware(hp))
         lengths.append(hp.sequence_tokens)
     assert lengths[0] > lengths[1] == lengths[2]
 
@@ -103,7 +111,7 @@ def test_ranks_choose_alike_whatever_is_free_on_their_gpus(cards, monkeypatch):
     """A screen on the first of two GPUs, say."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     cards(24, 24, free=12)
-    assert fitted("--preset=h100")[0].sequence_tokens == 32768
+    assert fitted("--preset=h100")[0].sequence_tokens == 24576
 
 
 def test_cuda_is_told_to_fragment_less_whatever_the_launcher(monkeypatch):
@@ -120,31 +128,33 @@ def test_fp8_keeps_the_gradient_of_the_logits_twice(cards):
     """One byte each; the traces of tests/gpu say the same."""
     cards(80)
     per_token = {}
-    for preset in ("h100", "h100-fp8"):
-        hp = train_gpt.parse_command_line([f"--preset={preset}"])
-        _, per_token[preset] = train_gpt.memory_needed(hp, train_gpt.find_hardware(hp))
-    assert per_token["h100-fp8"] - per_token["h100"] == 2 * 50304
+    for fp8 in ("true", "false"):
+        hp = train_gpt.parse_command_line(["--preset=h100", f"--fp8_head={fp8}"])
+        _, per_token[fp8] = train_gpt.memory_needed(hp, train_gpt.find_hardware(hp))
+    assert per_token["true"] - per_token["false"] == 2 * 50304
 
 
 def test_the_sequence_divides_the_share_of_a_rank(cards, monkeypatch):
     cards(*[80] * 16)
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert fitted("--preset=h100")[0].sequence_tokens == 32768
-    assert fitted("--preset=h100", "--segment_tokens=512")[0].sequence_tokens == 32768
-    hp, _ = fitted("--preset=h100", "--segment_tokens=384")
+    assert fitted("--preset=h100")[0].sequence_tokens == 24576
+    assert fitted("--preset=2025-01-04")[0].sequence_tokens == 32768
+    assert fitted("--preset=2025-01-04", "--segment_tokens=512")[0].sequence_tokens == 32768
+    hp, _ = fitted("--preset=2025-01-04", "--segment_tokens=384")
     with pytest.raises(UserError, match="--segment_tokens=384: .* such as 512"):
-        train_gpt.validate(hp)
+        train_gpt.check_sequences(hp)
 
 
 def test_ranks_that_do_not_divide_the_batch_are_what_is_said(cards, monkeypatch):
     """And not that memory is short, which no shorter sequence would change."""
     cards(*[24] * 3)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    hp, _ = fitted("--preset=h100")
+    hp, _ = fitted("--preset=2025-01-04")
     with pytest.raises(UserError, match="--batch_tokens=524288: .* 3 × 65536; the nearest is "
                                         "--batch_tokens=589824"):
         train_gpt.micro_steps(hp, find_hardware(hp))
-    assert fitted("--preset=h100", "--batch_tokens=589824")[0].sequence_tokens == 32768
+    assert fitted("--preset=2025-01-04", "--batch_tokens=589824")[0].sequence_tokens == 32768
+    assert fitted("--preset=h100")[0].sequence_tokens == 32768, "a part of 131,072"
 
 
 @pytest.mark.parametrize("batch_tokens", [128, 1000, 5000, 300_000])
@@ -153,34 +163,34 @@ def test_a_batch_that_no_sequence_divides_is_what_is_said(cards, batch_tokens):
     cards(80)
     hp, _ = fitted("--preset=h100", f"--batch_tokens={batch_tokens}")
     if batch_tokens % BLOCK == 0:
-        train_gpt.validate(hp)
+        train_gpt.check_sequences(hp)
         return
     with pytest.raises(UserError, match=f"--batch_tokens={batch_tokens}: ") as caught:
-        train_gpt.validate(hp)
+        train_gpt.check_sequences(hp)
     advice = re.search(r"the nearest is (\d+)$", str(caught.value))
     hp, _ = fitted("--preset=h100", f"--batch_tokens={advice[1]}")
-    train_gpt.validate(hp)
+    train_gpt.check_sequences(hp)
     assert abs(int(advice[1]) - batch_tokens) <= batch_tokens / 2
 
 
 def test_without_a_gpu_the_memory_of_the_machine_decides(host_memory):
     host_memory(512)
-    assert fitted("--preset=h100")[0].sequence_tokens == 65536
+    assert fitted("--preset=h100")[0].sequence_tokens == 49152
     assert fitted("--preset=h100", "--batch_tokens=8192")[0].sequence_tokens == 8192
     hp, warning = fitted("--preset=h100", "--sequence_tokens=131072")
     assert (hp.sequence_tokens, warning) == (131072, "")
     assert fitted("--preset=laptop")[0].sequence_tokens == 4096
     host_memory(16)
-    assert fitted("--preset=h100")[0].sequence_tokens < 65536
+    assert fitted("--preset=h100")[0].sequence_tokens < 49152
 
 
 def test_a_typed_sequence_that_does_not_fit_is_only_warned_about(cards):
     """The estimate may be wrong."""
     cards(24)
-    hp, warning = fitted("--preset=h100", "--sequence_tokens=65536")
-    assert hp.sequence_tokens == 65536
-    assert re.fullmatch(r"warning: a step needs about 3\d\.\d GiB and there are 20\.6; give "
-                        r"--sequence_tokens=32768: more micro-steps of the same batch", warning)
+    hp, warning = fitted("--preset=h100", "--sequence_tokens=49152")
+    assert hp.sequence_tokens == 49152
+    assert re.fullmatch(r"warning: a step needs about \d\d\.\d GiB and there are 20\.6; give "
+                        r"--sequence_tokens=24576: more micro-steps of the same batch", warning)
     hp, warning = fitted("--preset=h100", "--sequence_tokens=16384")
     assert (hp.sequence_tokens, warning) == (16384, "")
 
@@ -209,10 +219,11 @@ def test_long_sequences_of_validation_are_counted_too(cards):
     assert warning == "" and hp.sequence_tokens == 49_152
     cards(32)
     remedy = "give --val_sequence_tokens=131072"
-    hp, warning = fitted("--preset=2025-07-13", "--fp8_head=false")
+    hp, warning = fitted("--preset=2025-07-13", "--fp8_head=false",
+                         "--val_sequence_tokens=262144")
     assert warning.endswith(remedy), warning
-    arguments = ["--preset=2025-07-13", "--fp8_head=false", "--val_sequence_tokens=131072"]
-    assert fitted(*arguments)[1] == ""
+    hp, warning = fitted("--preset=2025-07-13", "--fp8_head=false")
+    assert (warning, hp.val_sequence_tokens) == ("", 131_072)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
@@ -308,6 +319,42 @@ def test_activations_are_more_than_what_the_backward_pass_keeps(tiny, dtype):
     assert 0.5 * saved < per_token * hp.sequence_tokens < 4 * saved
 
 
+# ---- FP8 ----
+
+FP8_CARDS = [dict(capability=(8, 9)), dict(capability=(9, 0)), dict(capability=(9, 5), hip="7.2")]
+# Of AMD's, 9.0 has none and 9.4 has one with another bias.
+OTHER_CARDS = [dict(capability=(8, 0)), dict(capability=(8, 6)),
+               dict(capability=(9, 0), hip="7.2"), dict(capability=(9, 4), hip="7.2")]
+
+
+@pytest.mark.parametrize("card", FP8_CARDS)
+def test_gpus_with_float8_use_it(cards, card):
+    cards(80, **card)
+    assert fitted("--preset=h100")[0].fp8_head
+
+
+@pytest.mark.parametrize("card", OTHER_CARDS)
+def test_gpus_without_float8_train_without_it_unless_it_is_asked_for(cards, card):
+    cards(80, **card)
+    hp = parse_command_line(["--preset=h100"])
+    assert "fp8_head=False instead of True: there is no FP8 here" in fit_to_hardware(
+        hp, find_hardware(hp))
+    assert not hp.fp8_head and hp.origins["fp8_head"] == "hardware"
+    with pytest.raises(UserError, match="--fp8_head=true: this device has no FP8"):
+        fitted("--preset=h100", "--fp8_head")
+
+
+def test_a_resumed_run_is_not_fitted_again(cards):
+    """A checkpoint of an H100, on a small card without FP8."""
+    cards(24, capability=(8, 6))
+    hp = parse_command_line(["--preset=h100"])
+    with pytest.raises(UserError, match="--fp8_head=true: this device has no FP8"):
+        fit_to_hardware(hp, find_hardware(hp), keep=True)
+    cards(24)
+    warning, = fit_to_hardware(hp, find_hardware(hp), keep=True)
+    assert hp.sequence_tokens == 49152 and warning.startswith("warning: a step needs")
+
+
 # ---- types, attention, compiling ----
 
 @pytest.mark.parametrize("card, dtype, attention, compiled", [
@@ -352,8 +399,8 @@ def test_a_gpu_without_a_c_compiler_is_told_and_trains_without(cards, monkeypatc
     assert not hardware.compile and hardware.attention == "banded"
     assert re.match("Triton cannot start .*C compiler.* and Python.h .*gcc, python3",
                     hardware.why_not_compiled)
-    fit_sequence(hp, hardware)
-    assert hp.sequence_tokens < 65536, "what is not compiled needs more memory"
+    fit_to_hardware(hp, hardware)
+    assert hp.sequence_tokens < 49152, "what is not compiled needs more memory"
     with pytest.raises(UserError, match="--compile=yes: Triton cannot start .* give --compile=no"):
         find_hardware(parse_command_line(["--preset=h100", "--compile=yes"]))
 

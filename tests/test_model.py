@@ -414,51 +414,12 @@ def test_only_training_is_in_float8(tiny):
     assert not torch.equal(model.train()(inputs, None, window), plain(inputs, None, window))
 
 
-def test_the_preset_is_h100_with_the_head_in_float8():
-    ours, h100 = (train_gpt.as_dict(hyperparameters(name)) for name in ("h100-fp8", "h100"))
-    assert {name for name in h100 if ours[name] != h100[name]} == {"preset", "fp8_head"}
-    assert ours["fp8_head"] is True
-
-
 def test_sizes_are_such_as_the_hardware_multiplies():
     """Multiples of 16: the vocabulary is padded to it, a width is refused."""
     for multiple, padded in ((1, 272), (24, 288), (128, 384)):
-        hp = hyperparameters("h100-fp8", vocab_size=257, document_token=256,
+        hp = hyperparameters("h100", vocab_size=257, document_token=256,
                              vocab_multiple=multiple)
         assert hp.padded_vocab == padded
     with pytest.raises(UserError, match=r"--model_dim=104: expected a multiple of 16 \(.*and 16 for"
                                         r" FP8\); the nearest is 96$"):
-        hyperparameters("h100-fp8", num_heads=2, model_dim=104)
-
-
-@pytest.fixture
-def prepare_float8(monkeypatch):
-    """prepare_float8(kind, capability, hip): prepare such a device for a run with an FP8 head."""
-    def prepare(kind: str, capability: tuple | None, hip: str | None) -> None:
-        for name, value in dict(get_device_capability=lambda device: capability,
-                                set_device=lambda device: None).items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch, "empty", lambda *size, **options: weight)
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)
-        device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-        train_gpt.prepare_device(hyperparameters("h100-fp8"), Hardware(device=device))
-
-    weight = torch.zeros(1, requires_grad=True)
-    settings = ("coordinate_descent_tuning", "combo_kernels", "combo_kernels_pointwise_only")
-    with torch._inductor.config.patch(dict.fromkeys(settings, False)):  # restored afterwards
-        yield prepare
-
-
-@pytest.mark.parametrize("kind, capability, hip", [
-    ("cuda", (8, 0), None), ("cuda", (8, 6), None), ("mps", None, None),
-    ("cuda", (9, 0), "7.2"), ("cuda", (9, 4), "7.2")])
-def test_devices_without_float8_are_refused(prepare_float8, kind, capability, hip):
-    """Of AMD's, 9.0 has none and 9.4 has one with another bias."""
-    with pytest.raises(UserError, match="--fp8_head=true: this device has no FP8"):
-        prepare_float8(kind, capability, hip)
-
-
-@pytest.mark.parametrize("capability, hip", [((8, 9), None), ((9, 0), None), ((9, 5), "7.2")])
-def test_devices_with_float8_are_used(prepare_float8, capability, hip):
-    prepare_float8("cuda", capability, hip)
+        hyperparameters("h100", num_heads=2, model_dim=104)

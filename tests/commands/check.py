@@ -58,7 +58,7 @@ def check_memory(hp: Hyperparameters, hardware: Hardware) -> str:
 
 
 def longest_sequences(hp: Hyperparameters, hardware: Hardware) -> str:
-    """With sequence_tokens=0, on GPUs of these sizes; the training is the same."""
+    """On GPUs of these sizes; the training is the same."""
     gpu = replace(hardware, device=torch.device("cuda"), dtype=torch.bfloat16, attention="flex",
                   compile=True)
     fixed, per_token = train_gpt.memory_needed(hp, gpu)
@@ -89,8 +89,7 @@ def check_batch(hp: Hyperparameters, hardware: Hardware) -> str:
     return f"{hardware.world_size} ranks × {steps} micro-steps × {hp.sequence_tokens:,} tokens"
 
 
-def check_loader(hp: Hyperparameters, loader: Loader, needed: int, name: str, unit: int) -> str:
-    train_gpt.check_budget(hp, loader, needed, name, unit)
+def describe_loader(hp: Hyperparameters, loader: Loader, needed: int) -> str:
     hashes, _ = train_gpt.check_manifests(hp, loader)
     described = "with" if any(hashes.values()) else "without"
     return (f"{len(loader.paths)} shards, {described} checksums, hold {len(loader):,} batches and "
@@ -98,24 +97,21 @@ def check_loader(hp: Hyperparameters, loader: Loader, needed: int, name: str, un
 
 
 def check_train_data(hp: Hyperparameters, hardware: Hardware) -> str:
-    loader = open_shards(hp, hp.train_files, hp.batch_tokens, hp.segment_tokens, hp.epochs)
-    return check_loader(hp, loader, hp.num_steps, "num_steps", 1)
+    loader = open_shards(train_gpt.open_train, hp, hardware)
+    return describe_loader(hp, loader, hp.num_steps)
 
 
 def check_val_data(hp: Hyperparameters, hardware: Hardware) -> str:
-    loader = open_shards(hp, hp.val_files, hp.sequence_tokens, 0, 1)
-    needed = (hp.val_start + hp.val_tokens) // hp.sequence_tokens
-    return check_loader(hp, loader, needed, "val_tokens", hp.sequence_tokens)
+    loader = open_shards(train_gpt.open_val, hp, hardware)
+    return describe_loader(hp, loader, (hp.val_start + hp.val_tokens) // loader.sequence_tokens)
 
 
-def open_shards(hp: Hyperparameters, files: str, batch_tokens: int, segment_tokens: int,
-                epochs: int) -> Loader:
+def open_shards(open_loader, hp: Hyperparameters, hardware: Hardware) -> Loader:
     try:
-        return Loader(files, batch_tokens, hp.sequence_tokens, segment_tokens,
-                      vocab_size=hp.vocab_size, epochs=epochs, seed=hp.seed)
+        return open_loader(hp, hardware)
     except UserError as error:
         missing = train_gpt.missing_data(hp)
-        if not missing:
+        if not missing or "fetch the rest" in str(error):
             raise
         source, *shards = missing.split()
         command = " ".join([f"python data/{source}.py", *shards])
@@ -291,13 +287,17 @@ def main(arguments: list[str]) -> int:
         with train_gpt.shared_errors():
             hp = train_gpt.parse_command_line(arguments)
         hardware = train_gpt.find_hardware(hp)
-        train_gpt.fit_sequence(hp, hardware)
+        wanted = replace(hp)
+        with train_gpt.shared_errors():
+            notes = train_gpt.fit_to_hardware(hp, hardware)
+            train_gpt.check_sequences(hp)
         # Tuning kernels takes minutes, also for a small step.
         train_gpt.prepare_device(replace(hp, tune_kernels=False), hardware)
         train_gpt.join_group(hardware)
         passed = run_checks(hp, hardware)
         if hardware.rank == 0:
-            print(*parameter_table(hp, hardware), longest_sequences(hp, hardware), sep="\n")
+            print(*notes, *parameter_table(hp, hardware), longest_sequences(wanted, hardware),
+                  sep="\n")
             verdict = "this run would work"
             if not passed:
                 verdict = "this run would not work: see FAIL above"

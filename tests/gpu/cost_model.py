@@ -231,13 +231,19 @@ def add_kernel(name: str, tensors: list[torch.Tensor], touched_bytes: int | None
 
 
 def attention_product_flops() -> float:
-    """Of one product of a layer: all pairs of blocks in the window, the mean over the run."""
+    """Of one product of a layer: all pairs of blocks in the window, the mean of steps and layers."""
     hp = sizes
     blocks = hp.sequence_tokens // train_gpt.BLOCK
-    windows = collections.Counter(train_gpt.blocks_back(*train_gpt.window_at(hp, step)) + 1
-                                  for step in range(hp.num_steps))
-    pairs = sum(count * sum(min(window, block + 1) for block in range(blocks))
-                for window, count in windows.items()) / hp.num_steps
+    layers = [layer for layer in range(hp.num_layers) if layer not in hp.layers_without_attention]
+    short = sum(layer in hp.layers_with_short_window for layer in layers)
+    layers_of_window = collections.Counter()
+    for step in range(hp.num_steps):
+        window = train_gpt.window_at(hp, step)
+        half = [max(1, size // 2) for size in window]  # train_gpt.short_window
+        layers_of_window[train_gpt.blocks_back(*window) + 1] += len(layers) - short
+        layers_of_window[train_gpt.blocks_back(*half) + 1] += short
+    pairs = sum(count * sum(min(seen, block + 1) for block in range(blocks))
+                for seen, count in layers_of_window.items()) / (hp.num_steps * len(layers))
     return 2 * pairs * train_gpt.BLOCK**2 * hp.model_dim
 
 

@@ -18,12 +18,12 @@ DOCUMENT = 0
 
 
 def small() -> train_gpt.Hyperparameters:
-    """Every part of the model: value table, layer without attention, skip; a window in tokens."""
+    """Every part of the model: value table, layer without attention, skip; windows in tokens."""
     return train_gpt.Hyperparameters(
         vocab_size=90, vocab_multiple=32, document_token=DOCUMENT, batch_tokens=TOKENS,
         sequence_tokens=TOKENS, num_layers=3, num_heads=2, model_dim=64,
         window_unit="token_in_block", window_start=192, window_end=192, value_layout="ends",
-        no_attention="second_decoder")
+        no_attention="second_decoder", short_window_layers=(1,), fp8_head=False)
 
 
 def batch(hp: train_gpt.Hyperparameters) -> tuple:

@@ -35,7 +35,8 @@ def check_cost(arguments: list[str], launches: int, calls: int, gigabytes: float
 
 def test_the_step_of_h100_does_not_become_dearer():
     """At its shapes, with a quarter of its layers."""
-    check_cost(["--num_layers=3"], launches=128, calls=88, gigabytes=75.4, ms=49.4)
+    check_cost(["--num_layers=3", "--short_window_layers=(1,)"], launches=146, calls=92,
+               gigabytes=53.5, ms=29.5)
 
 
 @slow

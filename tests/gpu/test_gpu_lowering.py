@@ -3,7 +3,9 @@ import pytest
 import train_gpt
 from harness import needs_triton, result, run, slow
 
-LOGITS = 65536 * 50304  # of one sequence: 13 GB in fp32
+VAL_LOGITS = 262144 * 50304  # of one sequence: 53 GB in fp32
+# A quarter of the depth has a long and a short window and a layer without attention, too.
+THREE_LAYERS = ("--num_layers=3", "--short_window_layers=(1,)")
 DATED = [name for name in train_gpt.PRESETS if name.startswith("20")]
 PLAIN = "--tune_products=false"  # a library's products: dozens of candidates each take long
 pytestmark = needs_triton
@@ -30,25 +32,13 @@ def check_launches(seen: dict, launches: int, calls: int) -> None:
 
 
 def test_h100_step_at_its_shapes_and_a_quarter_of_its_depth():
-    seen = lower("H100", "--num_layers=3")
+    seen = lower("H100", *THREE_LAYERS)
     check(seen)
-    assert seen["worst_spill"] < 100
-    check_launches(seen, 140, 84)
+    assert seen["worst_spill"] < 100 and seen["step"]["calls"].count("_scaled_mm") == 3
+    check_launches(seen, 158, 88)
     muon = seen["optimizers"]["Muon"]
     assert muon["launches"] <= 44 and muon["calls"] <= 30
-    assert seen["largest"][0] <= 2 * LOGITS, "never all logits in fp32"
-
-
-@pytest.mark.parametrize("attention", [False, pytest.param(True, marks=slow)])
-def test_h100_step_with_the_head_in_float8(attention):
-    """Its three products in FP8; the logits in bfloat16, their gradient in one byte each."""
-    arguments = ["--preset=h100-fp8", "--num_layers=2", "--sequence_tokens=8192"]
-    if not attention:
-        arguments.append("--no_attention=(0,1)")
-    seen = lower("H100", *arguments)
-    check(seen, attention)
-    assert seen["worst_spill"] < 100 and seen["step"]["calls"].count("_scaled_mm") == 3
-    assert seen["largest"][0] <= 2 * LOGITS / 8
+    assert seen["largest"][0] <= 2 * VAL_LOGITS, "never all logits in fp32"
 
 
 @slow
@@ -60,34 +50,54 @@ def test_laptop_step_with_its_tables_and_copies():
 def test_h100_step_at_full_size():
     seen = lower("H100", depth="all")
     check(seen)
-    assert seen["largest"][0] <= 2 * LOGITS and seen["peak_bytes"] < 40 * 2**30
+    assert seen["largest"][0] <= 2 * VAL_LOGITS and seen["peak_bytes"] < 40 * 2**30
     check_launches(seen, 470, 194)
 
 
 @slow
 def test_h100_step_as_one_of_eight_ranks():
-    seen = lower("H100", "--num_layers=3", world_size=8)
+    seen = lower("H100", *THREE_LAYERS, world_size=8)
     check(seen)
     gathers = [kind for kind, *_ in seen["step"]["collectives"]].count("_allgather_base_")
     assert gathers == 2, "one for each size of matrix"
 
 
+def lower_dated(preset: str, *more: str) -> dict:
+    arguments = [f"--preset={preset}", "--num_layers=3", "--tune_kernels=false", *more]
+    if train_gpt.PRESETS[preset]["short_window_layers"] == "inner":
+        arguments.append("--short_window_layers=(1,)")  # of three layers, none is inner
+    return lower("H100", *arguments)
+
+
 @slow
 @pytest.mark.parametrize("preset", DATED)
 def test_dated_presets(preset):
-    check(lower("H100", f"--preset={preset}", "--num_layers=3", "--tune_kernels=false"))
+    seen = lower_dated(preset)
+    check(seen)
+    products = 3 if train_gpt.PRESETS[preset]["fp8_head"] else 0
+    assert seen["step"]["calls"].count("_scaled_mm") == products
+
+
+@slow
+@pytest.mark.parametrize("preset", [name for name in DATED
+                                    if train_gpt.PRESETS[name]["fp8_head"]])
+def test_dated_presets_with_float8_do_without_it(preset):
+    seen = lower_dated(preset, "--fp8_head=false")
+    check(seen)
+    assert "_scaled_mm" not in seen["step"]["calls"]
 
 
 @slow
 @pytest.mark.parametrize("card", ["A100", "3090", "4090", "B200"])
 def test_other_cards(card):
-    check(lower(card, "--num_layers=3", "--sequence_tokens=8192", depth="ptx"))
+    check(lower(card, *THREE_LAYERS, "--sequence_tokens=8192", "--val_sequence_tokens=8192",
+                depth="ptx"))
 
 
 @slow
 def test_a_card_before_ampere():
     """Float32 and the banded attention, compiled."""
-    seen = lower("T4", "--num_layers=3", "--sequence_tokens=2048")
+    seen = lower("T4", *THREE_LAYERS, "--sequence_tokens=2048", "--val_sequence_tokens=2048")
     assert seen["graph_breaks"] == {}
     assert seen["new_kernels"] == 0 and seen["new_graphs"] == 0
     assert 0 < seen["most_shared"] <= seen["limit"]
@@ -123,27 +133,30 @@ def memory(card: str, *arguments: str, world_size: int = 1) -> dict:
     return result("memory.py", PLAIN, *arguments, card=card, depth="wrapper", world_size=world_size)
 
 
+SHORT = ("--sequence_tokens=8192", "--val_sequence_tokens=8192")
+
+
 def check_estimate(traced: dict) -> None:
     assert traced["peak"] <= traced["estimate"] <= 1.25 * traced["peak"]
 
 
 @slow
 def test_estimated_memory_is_what_is_traced():
-    compiled = memory("H100", "--num_layers=3", "--sequence_tokens=8192")
+    compiled = memory("H100", *THREE_LAYERS, *SHORT)
     check_estimate(compiled)
     assert compiled["peak"] > 1.25 * compiled["state"], "the activations are there"
 
 
 @slow
-def test_estimated_memory_of_the_head_in_float8_and_without_a_compiler():
-    check_estimate(memory("H100", "--preset=h100-fp8", "--num_layers=3", "--sequence_tokens=8192"))
-    check_estimate(memory("T4", "--compile=no", "--num_layers=3", "--sequence_tokens=4096"))
+def test_estimated_memory_without_float8_and_without_a_compiler():
+    check_estimate(memory("H100", "--fp8_head=false", *THREE_LAYERS, *SHORT))
+    check_estimate(memory("T4", "--compile=no", *THREE_LAYERS, *SHORT))
 
 
 @slow
-@pytest.mark.parametrize("preset", ["h100", "h100-fp8", *DATED])
+@pytest.mark.parametrize("preset", ["h100", *DATED])
 def test_estimated_memory_at_full_depth(preset):
-    tokens = 65536 if preset.startswith("h100") else 16384
+    tokens = 49152 if preset == "h100" else 16384
     traced = memory("H100", f"--preset={preset}", f"--sequence_tokens={tokens}")
     check_estimate(traced)
     assert max(traced["forward"][0], traced["backward"][0]) <= 2 * tokens * 50304
@@ -151,14 +164,15 @@ def test_estimated_memory_at_full_depth(preset):
 
 @slow
 def test_estimated_memory_of_a_rank_and_of_an_old_card():
-    check_estimate(memory("H100", "--num_layers=3", "--sequence_tokens=8192", world_size=8))
-    check_estimate(memory("T4", "--num_layers=3", "--sequence_tokens=2048"))
+    check_estimate(memory("H100", *THREE_LAYERS, *SHORT, world_size=8))
+    check_estimate(memory("T4", *THREE_LAYERS, "--sequence_tokens=2048",
+                          "--val_sequence_tokens=2048"))
 
 
 @slow
 def test_logits_in_fp32_are_caught():
     """The control of the bounds above: not compiled, logits are whole in memory in both passes."""
-    eager = memory("H100", "--compile=no", "--num_layers=2", "--sequence_tokens=8192")
+    eager = memory("H100", "--compile=no", "--num_layers=2", *SHORT)
     assert eager["forward"][0] == eager["backward"][0] == 4 * 8192 * 50304
 
 

@@ -11,15 +11,17 @@ pytestmark = needs_triton
 # as wide as the preset, so that the gradients fill several buckets
 SMALL = ("--preset=h100", "--document_token=499", "--batch_tokens=4096",
          "--sequence_tokens=512", "--num_layers=3", "--num_steps=3", "--val_every=2",
-         "--val_tokens=4096", "--log_every=1", "--save_model=false", "--sample_tokens=0",
-         "--tune_products=false")
+         "--val_tokens=4096", "--val_sequence_tokens=512", "--log_every=1", "--save_model=false",
+         "--sample_tokens=0", "--tune_products=false")
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     random = np.random.default_rng(0)
-    write_shard(folder / "train_0.bin", random.integers(0, 500, 12 * 4096 + 1))
+    tokens = random.integers(0, 499, 12 * 4096 + 1)
+    tokens[::64] = 499  # documents, at which the sequences start
+    write_shard(folder / "train_0.bin", tokens)
     write_shard(folder / "val_0.bin", random.integers(0, 500, 4 * 4096 + 1))
     return folder
 

@@ -30,7 +30,7 @@ def build_trainer(arguments: list[str], micro_steps: int = 0) -> train_gpt.Train
     """
     hp = train_gpt.parse_command_line(["--preset=h100", "--val_tokens=1048576", *arguments])
     hardware = train_gpt.find_hardware(hp)
-    train_gpt.fit_sequence(hp, hardware)
+    train_gpt.fit_to_hardware(hp, hardware)
     micro_steps = micro_steps or train_gpt.micro_steps(hp, hardware)
     val_sequence = hp.val_sequence_tokens or hp.sequence_tokens
     hp.batch_tokens = hardware.world_size * micro_steps * hp.sequence_tokens
