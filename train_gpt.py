@@ -52,6 +52,7 @@ import time
 import uuid
 import zipfile
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -1369,7 +1370,10 @@ def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Ten
     return newton_schulz(wide.to(dtype), steps)
 
 
-def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: float) -> None:
+def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: float,
+                  found_inf: Tensor | None) -> None:
+    if found_inf is not None:
+        updates = torch.where(found_inf > 0, 0.0, updates)
     for shape in dict.fromkeys(p.shape for p in params):
         same_shape = [p for p in params if p.shape == shape]
         their_updates = [update if shape == update.shape else update.mT
@@ -1430,11 +1434,14 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, meanwhile=lambda: None) -> None:
-        """`meanwhile` is called while the updates travel."""
+        """`meanwhile` is called while the updates travel.
+
+        It may return a tensor: where that is above zero, the updates change no parameter.
+        """
         gathers = [(group, *self.gather(self.updates(group), group)) for group in self.param_groups]
-        meanwhile()
+        found_inf = meanwhile()
         for group, updates, handle in gathers:
-            self.apply(group, updates, handle)
+            self.apply(group, updates, handle, found_inf)
 
     def updates(self, group: dict) -> Tensor | None:
         own = self.own(group)
@@ -1459,11 +1466,11 @@ class Muon(torch.optim.Optimizer):
         everyone = own.new_empty(self.world_size * share, *own.shape[1:])
         return everyone, dist.all_gather_single(everyone, own, async_op=True)
 
-    def apply(self, group: dict, updates: Tensor, handle) -> None:
+    def apply(self, group: dict, updates: Tensor, handle, found_inf: Tensor | None) -> None:
         if handle:
             handle.wait()
         rate = self.as_tensor(group["lr"], group["params"][0])
-        self.apply_updates(group["params"], updates, rate, group["weight_decay"])
+        self.apply_updates(group["params"], updates, rate, group["weight_decay"], found_inf)
 
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
         """A changed tensor recompiles nothing; compiled kernels take it from the host."""
@@ -1562,35 +1569,54 @@ def build_optimizers(hp: Hyperparameters, model: GPT,
 
 # ═══ 7  The step and the loop ═════════════════════════════════════════════════════════════════════
 
-def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
-    """The sum over all ranks, as numbers.
+def wait_until(is_ready, hardware: Hardware) -> None:
+    """Times out before NCCL's watchdog, so that the error names the rank."""
+    deadline = time.monotonic() + hardware.timeout
+    while not is_ready():
+        if time.monotonic() > min(deadline, hardware.give_up_at):
+            raise dist.DistError(f"no answer in {hardware.timeout:g} s")
+        time.sleep(2e-5)
 
-    Times out before NCCL's watchdog, so that the error names the rank.
-    """
+
+def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
+    """The sum over all ranks, as numbers."""
     if hardware.world_size > 1:
         work = dist.all_reduce(values, async_op=True)
-        deadline = time.monotonic() + hardware.timeout
-        while not work.is_completed():
-            if time.monotonic() > min(deadline, hardware.give_up_at):
-                raise dist.DistError(f"no answer in {hardware.timeout:g} s")
-            time.sleep(2e-5)
+        wait_until(work.is_completed, hardware)
         work.wait()
     return values.tolist()
+
+
+def is_embedding(name: str) -> bool:
+    return name.startswith(("embed.", "value_embeds."))
 
 
 def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 108) -> nn.Module:
     """Average the ranks' gradients, in buckets, during the backward pass.
 
     Dynamo cuts the graph at each bucket, and sums across cuts are not fused: few buckets, each of
-    four layers of h100, so that its cuts are between layers.
+    four layers of h100, so that its cuts are between layers. The gradients of the embeddings come
+    last, with no backward pass left to hide behind: Trainer.reduce_embeddings averages them.
     """
     if hardware.world_size == 1:
         return model
+    names = [name for name, _ in model.named_parameters()
+             if is_embedding(name.removeprefix("_orig_mod."))]  # which torch.compile adds
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     device_ids = [hardware.device] if hardware.device.type == "cuda" else None
     # init_sync: the ranks start alike by their seed, and check_ranks_agree compares them
     return DistributedDataParallel(model, device_ids=device_ids, init_sync=False,
                                    forward_sync_buffers=False, gradient_as_bucket_view=True,
                                    bucket_cap_mb=bucket_mb)
+
+
+class Numbers(NamedTuple):
+    """What the host reads of a step, in time."""
+    step: int
+    batch: list                 # for a second look, where a number is not finite
+    batch_index: int
+    on_host: Tensor             # sums over the ranks: loss, gradient norm, requests to stop
+    is_ready: Callable | None   # whether they have been copied; None: they have
 
 
 class Trainer:
@@ -1611,13 +1637,38 @@ class Trainer:
         self.ddp_model = wrap_ddp(self.forward, hardware)
         self.stop_requested = False     # by a signal to this rank
         self.stopping = False           # all ranks learn it in the same step
+        self.unread = collections.deque()   # Numbers of the steps that the host has not read
+        # On CUDA the host reads the numbers of a step while the GPU computes the next one.
+        self.read_behind = 1 if hardware.device.type == "cuda" else 0
 
-    def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> float:
-        """One optimizer step. Returns the mean loss over all ranks.
+    def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> dict[int, float]:
+        """Queue one optimizer step. Returns {steps done: mean loss} of what could be read.
 
-        A loss or gradient that is not finite raises before the optimizers change a weight.
+        A loss or gradient that is not finite changes no weight, and raises when it is read.
         """
         set_schedules(self.hp, step, self.optimizers, self.window)
+        mean_loss = self.accumulate_gradients(batch)
+        reductions = self.reduce_embeddings()
+        adam, muon = self.optimizers
+        losses = {}
+
+        def step_adam() -> Tensor | None:
+            """Its parameters are not Muon's. Returns a flag: above zero if anything is wrong."""
+            for work in reductions:
+                work.wait()
+            numbers, found_inf = self.sum_numbers(mean_loss, batch, step)
+            self.unread.append(numbers)
+            losses.update(self.read_losses(self.read_behind))
+            adam.found_inf = found_inf if self.read_behind else None
+            adam.step()
+            return adam.found_inf
+
+        muon.step(meanwhile=step_adam)
+        self.model.zero_grad(set_to_none=True)
+        return losses
+
+    def accumulate_gradients(self, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Forward and backward passes of the micro-steps. Returns their mean loss."""
         mean_loss = torch.zeros((), dtype=self.model.loss_dtype, device=self.hardware.device)
         for micro_step, (inputs, targets) in enumerate(batch, 1):
             synchronize = micro_step == len(batch) or self.hardware.world_size == 1
@@ -1627,20 +1678,64 @@ class Trainer:
                 if self.hp.sum_loss:
                     loss = loss * self.hp.sequence_tokens
                 loss.backward()
+        return mean_loss
+
+    def reduce_embeddings(self) -> list:
+        """Start to average the gradients that wrap_ddp leaves out. Returns handles to wait for."""
+        if self.hardware.world_size == 1:
+            return []
+        return [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True)
+                for name, p in self.model.named_parameters() if is_embedding(name)]
+
+    def sum_numbers(self, mean_loss: Tensor, batch: list, step: int) -> tuple[Numbers, Tensor]:
+        """(what the host reads of a step, 1 if it is not finite and else 0), over all ranks."""
+        hardware = self.hardware
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
-                                                  foreach=self.hardware.device.type != "mps")
+                                                  foreach=hardware.device.type != "mps")
         stop = torch.full_like(mean_loss, self.stop_requested)
         values = torch.stack((mean_loss, grad_norm.type_as(mean_loss), stop))
-        sums = all_reduce_sum(values, self.hardware)
-        loss = sums[0] / self.hardware.world_size
-        self.stopping = sums[2] > 0
-        self.require_finite(step + 1, loss, sums[1])
-        adam, muon = self.optimizers
-        muon.step(meanwhile=adam.step)  # their parameters are disjoint
-        self.model.zero_grad(set_to_none=True)
-        return loss
+        if hardware.device.type == "cuda":
+            if hardware.world_size > 1:
+                dist.all_reduce(values)
+            on_host = torch.empty_like(values, device="cpu", pin_memory=True)
+            on_host.copy_(values, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            is_ready = copied.query
+        else:
+            on_host = torch.tensor(all_reduce_sum(values, hardware), dtype=values.dtype)
+            is_ready = None
+        found_inf = 1 - values.isfinite().all().float()
+        batch_index = max(0, self.data.train.index - 1)
+        return Numbers(step, batch, batch_index, on_host, is_ready), found_inf
 
-    def require_finite(self, step: int, loss: float, total_norm: float | Tensor) -> None:
+    def read_losses(self, leave: int = 0) -> dict[int, float]:
+        """{steps done: mean loss over all ranks} of the steps not read yet, but of the last ones.
+
+        leave: how many of those.
+        """
+        losses = {}
+        while len(self.unread) > leave:
+            numbers = self.unread.popleft()
+            if numbers.is_ready:
+                wait_until(numbers.is_ready, self.hardware)
+            loss_sum, norm_sum, stops = numbers.on_host.tolist()
+            loss = loss_sum / self.hardware.world_size
+            self.stopping = self.stopping or stops > 0
+            if self.read_behind and not math.isfinite(loss + norm_sum):
+                # its gradients are gone, and no weight has changed since
+                set_schedules(self.hp, numbers.step, self.optimizers, self.window)
+                self.model.zero_grad()
+                with torch.enable_grad():
+                    self.accumulate_gradients(numbers.batch)
+                for work in self.reduce_embeddings():
+                    work.wait()
+            self.require_finite(numbers.step + 1, loss, norm_sum, numbers.batch_index)
+            losses[numbers.step + 1] = loss
+        return losses
+
+    def require_finite(self, step: int, loss: float, total_norm: float | Tensor,
+                       batch_index: int) -> None:
         """Name what is not finite, and the batch to replay."""
         if math.isfinite(loss) and math.isfinite(total_norm):
             return
@@ -1648,11 +1743,10 @@ class Trainer:
         tensors |= {f"gradient of {name}": p.grad for name, p in self.model.named_parameters()}
         wrong = [name for name, x in tensors.items() if x is not None and not x.isfinite().all()]
         found = f"{wrong[0]} is not finite" if wrong else "all parameters and gradients are finite"
-        index = max(0, self.data.train.index - 1)
-        shard, number = self.data.train.locate(index)
-        raise SharedError(f"the loss of step {step} is {loss}: {found}; the batch is {index}, "
-                          f"number {number} of {shard.path}; lower the rates, or replay it from "
-                          "the last checkpoint")
+        shard, number = self.data.train.locate(batch_index)
+        raise SharedError(f"the loss of step {step} is {loss}: {found}; the batch is "
+                          f"{batch_index}, number {number} of {shard.path}; lower the rates, or "
+                          "replay it from the last checkpoint")
 
     def state_dict(self) -> dict:
         """All that the rest of the training depends on. A collective: Muon gathers its momentum."""
@@ -1677,6 +1771,7 @@ class Trainer:
         batch = [self.made_up_sequence(self.hp.sequence_tokens)]
         for step in (0, self.hp.num_steps - 1):
             self.step(batch * micro_steps(self.hp, self.hardware), step)
+        self.read_losses()
         with torch.no_grad():
             val_batch = self.made_up_sequence(self.data.val.sequence_tokens)
             self.forward.eval()(*val_batch, self.window)
@@ -1760,12 +1855,15 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
                 saver.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp),
                                             step=step, model=trainer.model.state_dict()))
             save_due = hp.save_every and (last_step or step % hp.save_every == 0)
+            val_due = last_step or (hp.val_every and step % hp.val_every == 0)
+            if save_due or val_due or trainer.stopping:
+                log.losses(trainer, clock, trainer.read_losses())
             if step > saved_step and (save_due or trainer.stopping):
                 save_checkpoint(trainer, saver, log, clock, step)
                 saved_step = step
             if trainer.stopping:
                 break
-            if last_step or (hp.val_every and step % hp.val_every == 0):
+            if val_due:
                 clock.switch("val")
                 check_ranks_agree(trainer, step)
                 set_schedules(hp, step, trainer.optimizers, trainer.window)
@@ -1775,13 +1873,13 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
                     if step > saved_step:
                         save_checkpoint(trainer, saver, log, clock, step)
                     break
-                trainer.require_finite(step, result["val_loss"], 0.0)
+                trainer.require_finite(step, result["val_loss"], 0.0, max(0, step - 1))
                 log.step(trainer, clock, step, result)
             if last_step:
                 break
             signals.check_launcher()
-            loss = trainer.step(data.train.next_batch(), step)
-            log.step(trainer, clock, step + 1, dict(train_loss=loss))
+            losses = trainer.step(data.train.next_batch(), step)
+            log.losses(trainer, clock, losses)
             if profiler:
                 profiler.step()
         clock.switch(None)
@@ -1876,6 +1974,10 @@ class Logger:
             del self.sinks[name]
             warn(f"{name} can no longer be written ({reason_of(error)})")
 
+    def losses(self, trainer: Trainer, clock: Clock, losses: dict[int, float]) -> None:
+        for step, loss in losses.items():
+            self.step(trainer, clock, step, dict(train_loss=loss))
+
     def step(self, trainer: Trainer, clock: Clock, step: int, losses: dict) -> None:
         """A line of both logs every log_every steps and for every validation; moves the bar."""
         hp = trainer.hp
@@ -1918,8 +2020,9 @@ def step_metrics(trainer: Trainer, clock: Clock, step: int) -> dict:
     """What a line of metrics.jsonl says besides the loss; none of it is asked of the device."""
     adam, muon = trainer.optimizers
     groups = zip(("embed", "head", "scalar", "muon"), (*adam.param_groups, muon.param_groups[0]))
-    return dict(rates={kind: group["lr"] for kind, group in groups},
-                momentum=muon.param_groups[0]["momentum"],
+    factor = rate_at(trainer.hp, step)
+    return dict(rates={kind: group["base_lr"] * factor for kind, group in groups},
+                momentum=momentum_at(trainer.hp, step),
                 window=[size if size < NO_LIMIT else None for size in window_at(trainer.hp, step)],
                 times_ms=clock.now(), memory_mib=peak_memory_mib(trainer.hardware.device))
 
@@ -2030,7 +2133,7 @@ class Saver:
 def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, step: int) -> None:
     """A collective: all ranks take part, rank 0 copies and writes."""
     parameter_norm = torch.nn.utils.get_total_norm(trainer.model.parameters())
-    trainer.require_finite(step, 0.0, parameter_norm)
+    trainer.require_finite(step, 0.0, parameter_norm, step - 1)
     saver.wait()  # at most one copy of the state at a time
     state = trainer.state_dict()
     if saver.enabled:

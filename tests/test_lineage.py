@@ -8,7 +8,7 @@ import re
 import pytest
 import reference
 import torch
-from helpers import DATED, made_up_text, make_trainer
+from helpers import DATED, made_up_text, make_trainer, next_loss
 
 import train_gpt
 
@@ -73,7 +73,7 @@ class Pair:
         ours = []
         theirs = []
         for step in range(steps):
-            ours.append(self.trainer.step(self.trainer.data.train.next_batch(), step))
+            ours.append(next_loss(self.trainer, step))
             theirs.append(self.reference.step(step, self.sequences(step)))
         return ours, theirs
 

@@ -13,6 +13,7 @@ from helpers import (
     in_processes,
     made_up_text,
     make_trainer,
+    next_loss,
     write_shard,
 )
 from hypothesis import given, settings
@@ -97,7 +98,7 @@ def train_ours(hp, steps: int, shaken: bool, hardware: Hardware | None = None) -
         if step == VALIDATED:
             train_gpt.set_schedules(hp, step, trainer.optimizers, trainer.window)
             val_loss = train_gpt.evaluate(trainer)["val_loss"]
-        losses.append(trainer.step(trainer.data.train.next_batch(), step))
+        losses.append(next_loss(trainer, step))
     return Outcome(start, losses, val_loss, weights_of(trainer))
 
 

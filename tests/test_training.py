@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from helpers import DATED, ROOT, TINY, equal, make_trainer, train_steps, trained
+from helpers import DATED, ROOT, TINY, equal, make_trainer, next_loss, train_steps, trained
 
 import train_gpt
 
@@ -57,6 +57,76 @@ def test_each_historical_system_trains_at_small_scale(data, preset):
     assert losses[-1] < losses[0] - 0.3
 
 
+# ---- numbers that are read while the next step runs, as on CUDA ----
+
+def reading_behind(data: list[str]) -> train_gpt.Trainer:
+    trainer = make_trainer(hyperparameters(data))
+    trainer.read_behind = 1
+    return trainer
+
+
+def test_reading_a_loss_later_changes_no_weight(data):
+    behind = reading_behind(data)
+    seen = [behind.step(behind.data.train.next_batch(), step) for step in range(3)]
+    seen.append(behind.read_losses())
+    at_once = make_trainer(hyperparameters(data))
+    losses = train_steps(at_once, 3)
+    assert seen == [{}, {1: losses[0]}, {2: losses[1]}, {3: losses[2]}]
+    assert equal(snapshot(behind), snapshot(at_once))
+    assert not behind.unread
+
+
+@pytest.mark.parametrize("read", ["in the next step", "before a checkpoint"])
+def test_what_is_not_finite_and_read_later_has_changed_no_weight(data, monkeypatch, read):
+    trainer = reading_behind(data)
+    trainer.step(trainer.data.train.next_batch(), 0)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    steps = {p: state["step"].clone() for p, state in trainer.optimizers[0].state.items()}
+    batch = trainer.data.train.next_batch()
+    wrong = batch[0][0]
+    hook = trainer.model.blocks[1].register_forward_hook(
+        lambda block, arguments, out: (out[0] * math.inf, out[1]) if spoiled[0] else out)
+    forward = trainer.accumulate_gradients
+
+    def spoil(batch):
+        spoiled[0] = batch[0][0] is wrong
+        return forward(batch)
+
+    spoiled = [False]
+    monkeypatch.setattr(trainer, "accumulate_gradients", spoil)
+    assert trainer.step(batch, 1).keys() == {1}
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert all(torch.equal(state["step"], steps[p])
+               for p, state in trainer.optimizers[0].state.items())
+    sentence = ("the loss of step 2 is nan: gradient of skip_weights is not finite; the batch is "
+                "1, number 1")
+    with pytest.raises(train_gpt.UserError, match=sentence):
+        if read == "in the next step":
+            trainer.step(trainer.data.train.next_batch(), 2)
+        else:
+            trainer.read_losses()
+    hook.remove()
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
+def test_a_request_to_stop_is_read_a_step_later(data):
+    trainer = reading_behind(data)
+    trainer.stop_requested = True
+    trainer.step(trainer.data.train.next_batch(), 0)
+    assert not trainer.stopping
+    trainer.step(trainer.data.train.next_batch(), 1)
+    assert trainer.stopping
+
+
+def test_numbers_that_never_arrive_time_out(data):
+    trainer = reading_behind(data)
+    trainer.hardware.timeout = 0.05
+    trainer.step(trainer.data.train.next_batch(), 0)
+    trainer.unread[0] = trainer.unread[0]._replace(is_ready=lambda: False)
+    with pytest.raises(train_gpt.dist.DistError, match="no answer in 0.05 s"):
+        trainer.read_losses()
+
+
 # ---- the state of a training run ----
 
 def snapshot(trainer: train_gpt.Trainer) -> dict[str, torch.Tensor]:
@@ -98,11 +168,11 @@ def test_a_state_makes_another_trainer_the_same_except_for_its_rates(data):
     train_steps(trainer, 2)
     state = train_gpt.copy_to_host(trainer.state_dict())
     before = snapshot(trainer)
-    expected = [trainer.step(trainer.data.train.next_batch(), step) for step in (2, 3)]
+    expected = [next_loss(trainer, step) for step in (2, 3)]
     other = make_trainer(hyperparameters(data, "--seed=5"))
     other.load_state_dict(state)
     assert equal(before, snapshot(other))
-    assert [other.step(other.data.train.next_batch(), step) for step in (2, 3)] == expected
+    assert [next_loss(other, step) for step in (2, 3)] == expected
     assert equal(snapshot(trainer), snapshot(other))
 
     slower = make_trainer(hyperparameters(data, "--muon_rate=0.01", "--head_rate=0.002"))

@@ -231,7 +231,7 @@ def add_kernel(name: str, tensors: list[torch.Tensor], touched_bytes: int | None
 
 
 def attention_product_flops() -> float:
-    """Of one product of a layer: all pairs of blocks in the window, the mean of steps and layers."""
+    """Of one product of a layer: all pairs of blocks in the window; mean of steps and layers."""
     hp = sizes
     blocks = hp.sequence_tokens // train_gpt.BLOCK
     layers = [layer for layer in range(hp.num_layers) if layer not in hp.layers_without_attention]
@@ -425,8 +425,8 @@ def scaled_step_ms(rows: dict, ranks: int, links: int = 8) -> tuple[float, float
     """(kernels, collectives that nothing hides) of a step with the same batch on so many GPUs.
 
     Products, attention and what is element-wise share the tokens. Casts, buckets, the tables of the
-    embeddings and Adam are the same on every rank. The embeddings' gradients come last: nothing
-    hides them. The others hide behind the backward pass as far as it is long enough.
+    embeddings and Adam are the same on every rank. The embeddings' gradients come last: Muon hides
+    them, as far as it is long enough, and the backward pass the others.
     """
     here = fake_gpu.world_size
     per_token = sum(rows[name]["ms"] for name in ("forward products", "backward products",
@@ -444,7 +444,8 @@ def scaled_step_ms(rows: dict, ranks: int, links: int = 8) -> tuple[float, float
                  * sizes.model_dim)
     ms_per_byte = 1000 * 2 * (ranks - 1) / ranks / bandwidth
     backward = 2 / 3 * per_token * here / ranks
-    exposed = tables * ms_per_byte + max(0.0, (sent - tables) * ms_per_byte - backward)
+    exposed = max(0.0, tables * ms_per_byte - shared_matrices)
+    exposed += max(0.0, (sent - tables) * ms_per_byte - backward)
     return kernels, exposed + len(collectives) * LATENCY_MS * math.log2(ranks)
 
 

@@ -633,7 +633,8 @@ class StandInDDP(torch.nn.Module):
         self.bucket_bytes_cap = bucket_cap_mb * 2**20
         self.sync = True
         self.waiting = []
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        parameters = [p for p in module.parameters()
+                      if p.requires_grad and not getattr(p, "_ddp_ignored", False)]
         if init_sync:
             for tensor in (*parameters, *module.buffers()):  # the real one packs them
                 dist.broadcast(tensor.detach(), 0)
@@ -646,6 +647,11 @@ class StandInDDP(torch.nn.Module):
         for number, bucket in enumerate(self.buckets):
             for p in bucket:
                 p.register_post_accumulate_grad_hook(lambda p, number=number: self.ready(number))
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module, names: list[str]) -> None:
+        from torch.nn.parallel.distributed import DistributedDataParallel as Real
+        Real._set_params_and_buffers_to_ignore_for_model(module, names)
 
     @contextlib.contextmanager
     def no_sync(self):

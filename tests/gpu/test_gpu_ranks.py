@@ -37,15 +37,18 @@ def as_rank(rank: int, shards, *more: str, depth: str = "trace") -> dict:
     return json.loads(report.read_text())
 
 
+NUMBERS = ("allreduce_", 12, "float32")  # mean loss, gradient norm, stop flag: a step's last
+
+
 def per_step(collectives: list) -> list[list]:
-    """The collectives of each step: gradients; mean loss, gradient norm and stop flag; Muon's."""
+    """The collectives of each step: gradients, those of embeddings last; Muon's; its numbers."""
     steps = []
     for kind, size, dtype in collectives:
-        new = not steps or steps[-1][-1][0] == "_allgather_base_"
-        if kind == "allreduce_" and dtype in ("float32", "bfloat16") and new:
+        if kind == "broadcast_" or dtype in ("float64", "int64"):  # of warm-up and validation
+            continue
+        if not steps or steps[-1][-1] == NUMBERS:
             steps.append([])
-        if steps and dtype not in ("float64", "int64"):  # of validation: loss, parameter hashes
-            steps[-1].append((kind, size, dtype))
+        steps[-1].append((kind, size, dtype))
     return steps
 
 
@@ -58,9 +61,12 @@ def test_ranks_issue_the_same_collectives(shards):
     assert all(step == steps[0] for step in steps)
     validations = [dtype for _, _, dtype in seen[0]].count("float64")
     assert validations == 3, "at steps 0, 2 and 3"
-    mean_loss = seen[0].index(["allreduce_", 12, "float32"])
-    buckets = [kind for kind, *_ in steps[0]].count("allreduce_") - 1
-    first, *_, last = reports[0]["places"][mean_loss - buckets:mean_loss]
+    dtypes = [dtype for _, _, dtype in steps[0]]
+    num_buckets = dtypes.index("bfloat16")
+    assert num_buckets > 1 and dtypes[num_buckets:] == ["bfloat16"] * 4 + ["float32"], (
+        "buckets; the embedding and a value table; Muon's two gathers; the numbers")
+    start = seen[0].index([*steps[0][0]])
+    first, *_, last = reports[0]["places"][start:start + num_buckets]
     assert last - first > 100, "gradients are reduced during the backward pass"
     print(*(f"{len(list(same))} × {what}" for what, same in groupby(steps[0])), sep="\n")
     print(f"{sum(size for _, size, _ in steps[0]):,} bytes a step")
