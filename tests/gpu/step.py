@@ -35,8 +35,9 @@ def run(arguments: list[str]) -> dict:
     validation = counted(train_gpt.evaluate, trainer)
     for p in trainer.model.parameters():
         p.grad = torch.zeros_like(p)
-    optimizers = {type(optimizer).__name__: lengths(counted(optimizer.step))
-                  for optimizer in trainer.optimizers}
+    adam, muon = trainer.optimizers
+    optimizers = dict(Adam=lengths(counted(adam.step)),
+                      Muon=lengths(counted(muon.step, lambda: adam.found_inf)))
     after_warm_up = (*steps.values(), validation)
     return fake_gpu.report() | dict(
         limit=fake_gpu.card.shared_limit, step=steps[1], optimizers=optimizers,
