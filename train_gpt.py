@@ -140,8 +140,8 @@ class Hyperparameters:
     epochs: int = 1                     # passes over the shards; above 1: in shuffled order
     val_every: int = 125                # steps between validations; 0: only at the end
     val_tokens: int = 10_485_760        # tokens to validate on, always the same
-    val_start: int = 0                  # the first of them
-    val_sequence_tokens: int = 256 * 1024  # the same of validation; 0: as in training
+    val_start: int = 0                  # the first token to validate on
+    val_sequence_tokens: int = 256 * 1024  # per forward pass of validation; 0: as in training
     target_loss: float = 3.28           # validation loss that the run should reach; 0: none
     # model
     num_layers: int = 12                # the first half encodes, the second half decodes
@@ -202,7 +202,7 @@ class Hyperparameters:
     tune_kernels: bool = False          # Inductor's coordinate descent: fast kernels, slow start
     tune_products: bool = True          # Inductor fuses ReLU² with its product where that is faster
     combo_kernels: bool = False         # Inductor joins small kernels: fewer launches; experimental
-    seed: int = 1337                    # of the weights and of the sample
+    seed: int = 1337                    # of weights, sample and order of shards
     # output
     log_dir: str = "logs"               # each run makes a folder of its own in here
     run_id: str = ""                    # name of that folder; empty: the time and a random word
@@ -392,7 +392,8 @@ class Hardware:
     why_not_compiled: str = ""
     timeout: float = 600.0                      # seconds that a collective may take
     launcher_pid: int = 0                       # torchrun's process, on one machine; 0: none
-    give_up_at: float = math.inf                # when no collective is waited for any more
+    give_up_at: float = math.inf                # time.monotonic() after which waiting fails
+    memory_bytes: float = math.inf              # what a run may use of the device
 
 
 def find_hardware(hp: Hyperparameters) -> Hardware:
@@ -969,10 +970,8 @@ class Linear(nn.Linear):
 class Float8Product(torch.autograd.Function):
     """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
 
-    The default scales leave no room for overflow. x is normed: no entry is above √model_dim. Adam
-    moves a weight by its rate at most, 0.008 a step and so 9 over a run, of the 14 that fit; the
-    first step is well above the smallest number too. The gradient of a token's loss is 1 at most,
-    and 2^-29 of that fits.
+    x is normed, so that no entry is above √model_dim, and the gradient of a token's loss is 1 at
+    most: the default scales of both leave no room for overflow. Weights beyond ±24 saturate.
     """
 
     @staticmethod
@@ -1242,7 +1241,7 @@ def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def last_followers(inputs: Tensor, documents: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """(token, found): what followed the last earlier occurrence of the `length` tokens up to here.
 
-    In the same document, and not where there is none.
+    Only within the document; found is False where there is none.
     """
     tokens = len(inputs)
     place = torch.arange(tokens, device=inputs.device)
@@ -1396,6 +1395,7 @@ def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: fl
                   found_inf: Tensor | None) -> None:
     if found_inf is not None:
         updates = torch.where(found_inf > 0, 0.0, updates)
+        rate = rate * (found_inf == 0)  # of the decay
     for shape in dict.fromkeys(p.shape for p in params):
         same_shape = [p for p in params if p.shape == shape]
         their_updates = [update if shape == update.shape else update.mT
@@ -1592,11 +1592,12 @@ def build_optimizers(hp: Hyperparameters, model: GPT,
 # ═══ 7  The step and the loop ═════════════════════════════════════════════════════════════════════
 
 def wait_until(is_ready, hardware: Hardware) -> None:
-    """Times out before NCCL's watchdog, so that the error names the rank."""
-    deadline = time.monotonic() + hardware.timeout
+    """Poll. Times out before NCCL's watchdog, so that the error names the rank."""
+    start = time.monotonic()
+    deadline = min(start + hardware.timeout, hardware.give_up_at)
     while not is_ready():
-        if time.monotonic() > min(deadline, hardware.give_up_at):
-            raise dist.DistError(f"no answer in {hardware.timeout:g} s")
+        if time.monotonic() > deadline:
+            raise dist.DistError(f"no answer in {deadline - start:.3g} s")
         time.sleep(2e-5)
 
 
@@ -1632,13 +1633,13 @@ def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 108) -> nn.M
                                    bucket_cap_mb=bucket_mb)
 
 
-class Numbers(NamedTuple):
-    """What the host reads of a step, in time."""
+class QueuedStep(NamedTuple):
+    """A step whose loss the host has not read yet."""
     step: int
-    batch: list                 # for a second look, where a number is not finite
+    batch: list                 # computed again where a number is not finite
     batch_index: int
-    on_host: Tensor             # sums over the ranks: loss, gradient norm, requests to stop
-    is_ready: Callable | None   # whether they have been copied; None: they have
+    on_host: Tensor | list      # sums over the ranks: loss, gradient norm, requests to stop
+    is_ready: Callable | None   # whether they have been copied to the host; None: they have
 
 
 class Trainer:
@@ -1659,7 +1660,7 @@ class Trainer:
         self.ddp_model = wrap_ddp(self.forward, hardware)
         self.stop_requested = False     # by a signal to this rank
         self.stopping = False           # all ranks learn it in the same step
-        self.unread = collections.deque()   # Numbers of the steps that the host has not read
+        self.unread = collections.deque()   # of QueuedStep
         # On CUDA the host reads the numbers of a step while the GPU computes the next one.
         self.read_behind = 1 if hardware.device.type == "cuda" else 0
 
@@ -1678,9 +1679,9 @@ class Trainer:
             """Its parameters are not Muon's. Returns a flag: above zero if anything is wrong."""
             for work in reductions:
                 work.wait()
-            numbers, found_inf = self.sum_numbers(mean_loss, batch, step)
-            self.unread.append(numbers)
-            losses.update(self.read_losses(self.read_behind))
+            queued, found_inf = self.queue_numbers(mean_loss, batch, step)
+            self.unread.append(queued)
+            losses.update(self.read_losses(self.read_behind))  # raises before a weight changes
             adam.found_inf = found_inf if self.read_behind else None
             adam.step()
             return adam.found_inf
@@ -1709,8 +1710,12 @@ class Trainer:
         return [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True)
                 for name, p in self.model.named_parameters() if is_embedding(name)]
 
-    def sum_numbers(self, mean_loss: Tensor, batch: list, step: int) -> tuple[Numbers, Tensor]:
-        """(what the host reads of a step, 1 if it is not finite and else 0), over all ranks."""
+    def queue_numbers(self, mean_loss: Tensor, batch: list,
+                      step: int) -> tuple[QueuedStep, Tensor]:
+        """Sum loss, gradient norm and stop requests over the ranks, for the host to read.
+
+        Returns also a flag on the device: 1 if any of them is not finite, else 0.
+        """
         hardware = self.hardware
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
                                                   foreach=hardware.device.type != "mps")
@@ -1725,35 +1730,32 @@ class Trainer:
             copied.record()
             is_ready = copied.query
         else:
-            on_host = torch.tensor(all_reduce_sum(values, hardware), dtype=values.dtype)
+            on_host = all_reduce_sum(values, hardware)
             is_ready = None
         found_inf = (0 * values.sum() != 0).float()  # 0 · ∞ is NaN, which is not 0
         batch_index = max(0, self.data.train.index - 1)
-        return Numbers(step, batch, batch_index, on_host, is_ready), found_inf
+        return QueuedStep(step, batch, batch_index, on_host, is_ready), found_inf
 
     def read_losses(self, leave: int = 0) -> dict[int, float]:
-        """{steps done: mean loss over all ranks} of the steps not read yet, but of the last ones.
-
-        leave: how many of those.
-        """
+        """Of all queued steps but the newest `leave`: {steps done: mean loss over all ranks}."""
         losses = {}
         while len(self.unread) > leave:
-            numbers = self.unread.popleft()
-            if numbers.is_ready:
-                wait_until(numbers.is_ready, self.hardware)
-            loss_sum, norm_sum, stops = numbers.on_host.tolist()
+            queued = self.unread.popleft()
+            if queued.is_ready:
+                wait_until(queued.is_ready, self.hardware)
+            loss_sum, norm_sum, stops = map(float, queued.on_host)
             loss = loss_sum / self.hardware.world_size
             self.stopping = self.stopping or stops > 0
             if self.read_behind and not math.isfinite(loss + norm_sum):
                 # its gradients are gone, and no weight has changed since
-                set_schedules(self.hp, numbers.step, self.optimizers, self.window)
+                set_schedules(self.hp, queued.step, self.optimizers, self.window)
                 self.model.zero_grad()
                 with torch.enable_grad():
-                    self.accumulate_gradients(numbers.batch)
+                    self.accumulate_gradients(queued.batch)
                 for work in self.reduce_embeddings():
                     work.wait()
-            self.require_finite(numbers.step + 1, loss, norm_sum, numbers.batch_index)
-            losses[numbers.step + 1] = loss
+            self.require_finite(queued.step + 1, loss, norm_sum, queued.batch_index)
+            losses[queued.step + 1] = loss
         return losses
 
     def require_finite(self, step: int, loss: float, total_norm: float | Tensor,
@@ -1843,7 +1845,6 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
 
     Returns the exit code: 0, or 128 + the signal that stopped it.
     """
-    prepare_device(hp, hardware)
     join_group(hardware)
     trainer = Trainer(hp, hardware, data)
     clock = Clock(hardware.device)
@@ -2189,21 +2190,24 @@ def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if state["format"] != CHECKPOINT_FORMAT or type(state["step"]) is not int:
             raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
-        saved_hyperparameters(state)
+        state["hyperparameters"] = check_saved(state["hyperparameters"])
         missing = TRAINING_STATE - state.keys()
         if with_training_state and missing:  # a model.pt, say
             raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
         return state
 
 
-def saved_hyperparameters(state: dict) -> dict:
+def check_saved(hyperparameters: dict) -> dict:
     """The saved values of the fields that exist today."""
     known = {field.name for field in dataclasses.fields(Hyperparameters)}
-    missing = known - MAY_CHANGE_ON_RESUME - state["hyperparameters"].keys()
+    missing = known - MAY_CHANGE_ON_RESUME - hyperparameters.keys()
     if missing:  # today's default may be another training
         raise ValueError(f"an older train_gpt.py wrote it, without {', '.join(sorted(missing))}")
-    values = {name: value for name, value in state["hyperparameters"].items() if name in known}
-    check_types(Hyperparameters(**values))
+    values = {name: value for name, value in hyperparameters.items() if name in known}
+    try:
+        check_types(Hyperparameters(**values))
+    except UserError as error:
+        raise ValueError(str(error)) from None
     return values
 
 
@@ -2296,7 +2300,7 @@ def load_model(path: str, hardware: Hardware) -> GPT:
         saved = [file / "model.pt"] if (file / "model.pt").is_file() else checkpoints(file)
         file = saved[-1] if saved else file / "model.pt"
     state = read_checkpoint(file)
-    hp = Hyperparameters(**saved_hyperparameters(state))
+    hp = Hyperparameters(**state["hyperparameters"])
     validate(hp)  # its sizes are within reason
     hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here only room for the prompt
     hp.val_sequence_tokens = 0
@@ -2467,7 +2471,7 @@ def join_group(hardware: Hardware) -> None:
 
 
 def group_timeout(hardware: Hardware) -> datetime.timedelta:
-    """After which PyTorch itself ends a collective: all_reduce_sum is first, and names the rank."""
+    """After which PyTorch itself ends a collective: wait_until is first, and names the rank."""
     margin = 60 if hardware.device.type == "cuda" else 0
     return datetime.timedelta(seconds=hardware.timeout + margin)
 
@@ -2548,9 +2552,10 @@ class SignalHandler:
         self.number = number
         self.reason = reason
         self.trainer.stop_requested = True
-        if self.trainer.hardware.device.type == "cuda":
+        hardware = self.trainer.hardware
+        if hardware.device.type == "cuda" and hardware.world_size > 1:
             # NCCL does not notice that a rank is gone; torchrun, which does, kills us after 30 s
-            self.trainer.hardware.give_up_at = time.monotonic() + 15
+            hardware.give_up_at = time.monotonic() + 15
 
     def check_launcher(self) -> None:
         """Ranks whose torchrun was killed would train on, unseen, beside their replacement."""
@@ -2627,13 +2632,27 @@ def peak_memory(hp: Hyperparameters, hardware: Hardware) -> float:
 
 def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
     """Whole blocks, up to sequence_tokens, that divide a rank's part of the batch; ascending."""
-    lengths = range(BLOCK, hp.sequence_tokens + 1, BLOCK)
+    if hp.batch_tokens % world_size:
+        return []
+    share = hp.batch_tokens // world_size
+    fewest = -(-share // hp.sequence_tokens)    # micro-steps
+    most = min(share // BLOCK, 2**16)
+    lengths = [share // count for count in range(fewest, most + 1) if share % count == 0]
     if not hp.val_sequence_tokens:
         lengths = [length for length in lengths
                    if hp.val_tokens % length == 0 and hp.val_start % length == 0]
-    return [length for length in lengths
-            if hp.batch_tokens % (world_size * length) == 0
-            and length % (hp.segment_tokens or 1) == 0]
+    unit = math.lcm(BLOCK, hp.segment_tokens or 1)
+    return sorted(length for length in lengths if length % unit == 0)
+
+
+def fitting_validation(hp: Hyperparameters, hardware: Hardware) -> int:
+    """val_sequence_tokens, halved until it fits the memory."""
+    fixed, _ = memory_needed(hp, hardware)
+    length = hp.val_sequence_tokens
+    while (fixed + length * logit_bytes(hp, hardware) > hardware.memory_bytes
+           and length % (2 * BLOCK) == 0):
+        length //= 2
+    return length
 
 
 def usable_bytes(total_bytes: int) -> float:
@@ -2662,6 +2681,8 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
     Shorter sequences mean more micro-steps of the same batch: the same training, except that
     attention does not reach across sequences. What the command line says stays; keep: everything.
     """
+    notes = []
+
     def may_change(name: str) -> bool:
         return not keep and hp.origins.get(name) != "command line"
 
@@ -2671,27 +2692,26 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
             setattr(hp, name, value)
             hp.origins[name] = "hardware"
 
-    notes = []
     if hp.fp8_head and not hardware.has_fp8:
         if may_change("fp8_head"):
             change("fp8_head", False, "there is no FP8 here")
         elif hardware.device.type != "cpu":  # which computes it, slowly
             raise UserError("--fp8_head=true: this device has no FP8, which takes compute "
                             "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false")
-    room = available_bytes(hardware)
+    room = hardware.memory_bytes = available_bytes(hardware)
     fixed, per_token = memory_needed(hp, hardware)
-    if hp.val_sequence_tokens and may_change("val_sequence_tokens"):
-        length = math.gcd(hp.val_sequence_tokens, hp.val_tokens, hp.val_start)
-        while fixed + length * logit_bytes(hp, hardware) > room and length % (2 * BLOCK) == 0:
-            length //= 2
-        change("val_sequence_tokens", length, "it divides val_tokens and fits the memory")
+    common = math.gcd(hp.val_sequence_tokens, hp.val_tokens, hp.val_start)
+    if hp.val_sequence_tokens and common % BLOCK == 0 and may_change("val_sequence_tokens"):
+        change("val_sequence_tokens", common, "it divides val_tokens and val_start")
+        change("val_sequence_tokens", fitting_validation(hp, hardware), "it fits the memory")
     if may_change("sequence_tokens"):
         lengths = possible_sequences(hp, hardware.world_size)
         fitting = [length for length in lengths if fixed + length * per_token <= room]
-        share = max(1, hp.batch_tokens // hardware.world_size // BLOCK) * BLOCK
-        shortest = min(lengths, default=min(hp.sequence_tokens, share))  # which will be refused
-        change("sequence_tokens", max(fitting, default=shortest),
-               "it divides the batch of a rank and fits the memory")
+        if lengths:
+            change("sequence_tokens", max(lengths), "it divides the batch of a rank")
+            change("sequence_tokens", max(fitting, default=min(lengths)), "it fits the memory best")
+        else:  # check_sequences or micro_steps says what is wrong with the batch
+            hp.sequence_tokens = min(hp.sequence_tokens, max(1, hp.batch_tokens // BLOCK) * BLOCK)
     needed = peak_memory(hp, hardware)
     if needed > room:
         notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
@@ -2702,11 +2722,11 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
 def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
     """The remedy where memory is short."""
     fixed, per_token = memory_needed(hp, hardware)
-    if fixed + hp.sequence_tokens * per_token < peak_memory(hp, hardware):
-        return f"give --val_sequence_tokens={math.gcd(hp.val_sequence_tokens // 2, hp.val_tokens)}"
-    room = available_bytes(hardware)
+    if hp.val_sequence_tokens * logit_bytes(hp, hardware) > hp.sequence_tokens * per_token:
+        return f"give --val_sequence_tokens={fitting_validation(hp, hardware)}"
     shorter = [length for length in possible_sequences(hp, hardware.world_size)
-               if length < hp.sequence_tokens and fixed + length * per_token <= room]
+               if length < hp.sequence_tokens
+               and fixed + length * per_token <= hardware.memory_bytes]
     if not shorter:
         return "lower --model_dim or --num_layers"
     return f"give --sequence_tokens={max(shorter)}: more micro-steps of the same batch"
@@ -2727,8 +2747,10 @@ def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
 
 def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
     loader = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
-                    hardware.rank, hardware.world_size, hardware.device, hp.vocab_size, hp.epochs,
-                    hp.seed, hp.document_token, hp.align_documents, hp.num_steps)
+                    rank=hardware.rank, world_size=hardware.world_size, device=hardware.device,
+                    vocab_size=hp.vocab_size, epochs=hp.epochs, seed=hp.seed,
+                    document_token=hp.document_token, align_documents=hp.align_documents,
+                    num_batches=hp.num_steps)
     check_budget(hp, loader, hp.num_steps, "num_steps", 1)
     return loader
 
@@ -2819,7 +2841,7 @@ def parse_value(kind, text: str):
             return text
         if kind is bool and text.lower() in ("true", "yes", "1", "false", "no", "0"):
             return text.lower() in ("true", "yes", "1")
-        if kind is int and re.fullmatch(r"-?\d{1,30}", text):
+        if kind is int and re.fullmatch(r"-?\d+", text):
             return int(text)
         if kind is int and float(text) == int(float(text)):  # 1e6
             return int(float(text))
@@ -2884,7 +2906,7 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
     values = {}
     origins = dict.fromkeys(names, "default")
     if checkpoint:
-        values |= saved_hyperparameters(checkpoint)
+        values |= checkpoint["hyperparameters"]
         origins |= {name: checkpoint["origins"].get(name, "checkpoint") for name in values}
     preset = options.get("preset", values.get("preset", Hyperparameters.preset))
     if preset == "auto":
@@ -2900,8 +2922,7 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
                 raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
             values |= fields
             origins |= dict.fromkeys(fields, f"preset {name}")
-    given = options | dict(preset=preset)
-    values |= given
+    values |= options | dict(preset=preset)
     origins |= dict.fromkeys(options, "command line")
     hp = Hyperparameters(**values)
     hp.origins = origins
@@ -2921,12 +2942,12 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
     Refuses options that change the training, unless --resume_anyway is given.
     """
     hp = resolve(options, run.checkpoint)
-    saved = as_dict(Hyperparameters(**saved_hyperparameters(run.checkpoint)))
+    saved = as_dict(Hyperparameters(**run.checkpoint["hyperparameters"]))
     changed = {name: f"{name} {saved[name]!r} → {value!r}" for name, value in as_dict(hp).items()
                if value != saved[name]
                and name not in ("resume", "resume_anyway", "run_id", "show")}
     refused = [text for name, text in changed.items() if name not in MAY_CHANGE_ON_RESUME]
-    if refused and not hp.resume_anyway:
+    if refused and not options.get("resume_anyway"):
         raise UserError(f"--resume={hp.resume}: this changes the training of the checkpoint: "
                         f"{', '.join(refused)}; leave these options out, or add --resume_anyway")
     notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
@@ -3030,7 +3051,6 @@ def show(hp: Hyperparameters) -> None:
 
 def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
     """Score or sample from a saved model."""
-    prepare_device(hp, hardware)
     join_group(hardware)
     model = load_model(hp.checkpoint, hardware)
     if hp.hellaswag:
@@ -3079,6 +3099,7 @@ def main(arguments: list[str]) -> int:
             show(hp)
             return 0
         hardware = find_hardware(hp)
+        prepare_device(hp, hardware)
         if hp.checkpoint:
             code = use_model(hp, hardware)
         else:

@@ -296,6 +296,22 @@ def test_options_are_judged_with_the_checkpoints_values_and_not_with_the_presets
     assert hp.val_tokens == 256
 
 
+def test_what_was_allowed_once_is_refused_the_next_time(cut):
+    folder = cut(4)
+    edit(folder / "checkpoint_0000004.pt",
+         lambda state: state["hyperparameters"].update(resume_anyway=True))
+    with pytest.raises(train_gpt.UserError, match="this changes the training.*muon_rate"):
+        prepare(f"--resume={folder}", "--muon_rate=1")
+
+
+def test_a_value_of_another_type_names_the_checkpoint(cut):
+    path = cut(4) / "checkpoint_0000004.pt"
+    edit(path, lambda state: state["hyperparameters"].update(model_dim="32"))
+    sentence = "checkpoint_0000004.pt cannot be loaded: model_dim = '32': expected a whole number"
+    with pytest.raises(train_gpt.UserError, match=sentence):
+        prepare(f"--resume={path}")
+
+
 def test_another_preset_changes_the_training(cut):
     folder = cut(4)
     with pytest.raises(train_gpt.UserError, match="this changes the training.*softcap 15.0 → 30.0"):

@@ -413,6 +413,13 @@ def test_survivors_on_gpus_do_not_wait_for_a_rank_that_is_gone(monkeypatch):
     assert waited["cuda"] < 20
 
 
+def test_a_gpu_alone_finishes_its_step_however_long_that_takes():
+    hardware = train_gpt.Hardware(device=torch.device("cuda"))
+    trainer = types.SimpleNamespace(hardware=hardware, stop_requested=False)
+    train_gpt.SignalHandler(trainer).request_stop(signal.SIGTERM, "SIGTERM")
+    assert trainer.stop_requested and hardware.give_up_at == float("inf")
+
+
 def test_ranks_may_compile_an_hour_apart(monkeypatch, data, tmp_path):
     """Until all have; then the timeout is the run's own again."""
     seen = {}

@@ -195,6 +195,41 @@ def test_a_typed_sequence_that_does_not_fit_is_only_warned_about(cards):
     assert (hp.sequence_tokens, warning) == (16384, "")
 
 
+def test_out_of_memory_on_one_gpu_names_a_shorter_sequence(cards):
+    """At that time the run itself holds the memory: what is free no longer counts."""
+    cards(80)
+    hp = parse_command_line(["--preset=h100"])
+    hardware = find_hardware(hp)
+    fit_to_hardware(hp, hardware)
+    cards(80, free=0)
+    hp.val_sequence_tokens = 49152
+    assert train_gpt.less_memory(hp, hardware).startswith("give --sequence_tokens=32768: ")
+
+
+def test_the_tokens_of_validation_that_are_no_blocks_are_what_is_said(cards):
+    cards(80)
+    hp, _ = fitted("--preset=h100", "--val_tokens=1000")
+    with pytest.raises(UserError, match="--val_tokens=1000: expected a multiple of"):
+        train_gpt.check_sequences(hp)
+
+
+def test_ranks_that_do_not_divide_the_laptops_batch_are_what_is_said(host_memory, monkeypatch):
+    host_memory(16)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    hp, _ = fitted("--preset=laptop")
+    train_gpt.check_sequences(hp)
+    with pytest.raises(UserError, match="--batch_tokens=4096: .* 3 × 4096; the nearest is "
+                                        "--batch_tokens=12288"):
+        train_gpt.micro_steps(hp, find_hardware(hp))
+
+
+def test_a_huge_batch_is_divided_in_no_time(cards):
+    cards(24)
+    hp, warning = fitted("--preset=2025-01-04", "--batch_tokens=1e12", "--sequence_tokens=1e12",
+                         "--val_sequence_tokens=65536")
+    assert hp.sequence_tokens == 10**12 and warning.startswith("warning: a step needs about ")
+
+
 def test_what_fits_at_no_length_is_tried_at_the_shortest_with_a_warning(cards):
     cards(4)
     hp, warning = fitted("--preset=h100")

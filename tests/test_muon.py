@@ -247,6 +247,17 @@ def test_all_gathers_have_begun_before_an_update_is_applied(monkeypatch):
     assert all(p.detach().abs().max() > 0 for p in params)
 
 
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_flag_that_is_set_keeps_every_parameter(found_inf, decay):
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((8, 8), (16, 8))]
+    for p in params:
+        p.grad = torch.full_like(p, math.nan if found_inf else 1.0)
+    Muon(params, weight_decay=decay).step(meanwhile=lambda: torch.tensor(found_inf))
+    changed = [not torch.equal(p, torch.ones_like(p)) for p in params]
+    assert changed == [not found_inf] * 2
+
+
 def test_it_takes_matrices_only():
     with pytest.raises(AssertionError, match="matrices"):
         Muon([torch.nn.Parameter(torch.zeros(3))])

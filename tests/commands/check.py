@@ -288,11 +288,11 @@ def main(arguments: list[str]) -> int:
             hp = train_gpt.parse_command_line(arguments)
         hardware = train_gpt.find_hardware(hp)
         wanted = replace(hp)
+        # Tuning kernels takes minutes, also for a small step.
+        train_gpt.prepare_device(replace(hp, tune_kernels=False), hardware)
         with train_gpt.shared_errors():
             notes = train_gpt.fit_to_hardware(hp, hardware)
             train_gpt.check_sequences(hp)
-        # Tuning kernels takes minutes, also for a small step.
-        train_gpt.prepare_device(replace(hp, tune_kernels=False), hardware)
         train_gpt.join_group(hardware)
         passed = run_checks(hp, hardware)
         if hardware.rank == 0:
