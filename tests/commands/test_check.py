@@ -107,7 +107,8 @@ def test_rounding_passes(smaller, hardware):
         assert error == 0
 
 
-@pytest.mark.parametrize("preset", ["2025-01-16", "2025-07-13"])
+@pytest.mark.parametrize("preset", [pytest.param("2025-01-16", marks=pytest.mark.slow),
+                                    "2025-07-13"])
 def test_the_step_has_the_techniques_of_the_preset(preset):
     hp = hyperparameters(preset)
     error, where = check.step_error(hp, ROUNDED)

@@ -90,6 +90,7 @@ def test_two_machines_train_as_one(data):
     assert losses == pytest.approx(alone.train_losses, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_check_passes_where_a_run_would_and_lists_every_parameter(data):
     process = run_sh("check", *TINY, *data)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -477,9 +477,9 @@ def assert_budget(folder: Path, options: dict) -> None:
     "tokenizer, num_bytes, documents",
     [
         ("bytes", 300, 1),
-        ("bytes", 3_000, 40),
+        pytest.param("bytes", 3_000, 40, marks=pytest.mark.slow),
         pytest.param("bytes", 30_000, 1, marks=pytest.mark.slow),
-        ("bytes", 1_200_000, 1),
+        pytest.param("bytes", 1_200_000, 1, marks=pytest.mark.slow),
         pytest.param("gpt2", 2_000, 1, marks=pytest.mark.slow),
         ("gpt2", 20_000, 60),
     ],
