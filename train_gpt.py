@@ -1637,7 +1637,6 @@ class QueuedStep(NamedTuple):
     """A step whose loss the host has not read yet."""
     step: int
     batch: list                 # computed again where a number is not finite
-    batch_index: int
     on_host: Tensor | list      # sums over the ranks: loss, gradient norm, requests to stop
     is_ready: Callable | None   # whether they have been copied to the host; None: they have
 
@@ -1682,9 +1681,9 @@ class Trainer:
             queued, found_inf = self.queue_numbers(mean_loss, batch, step)
             self.unread.append(queued)
             losses.update(self.read_losses(self.read_behind))  # raises before a weight changes
-            adam.found_inf = found_inf if self.read_behind else None
+            adam.found_inf = found_inf
             adam.step()
-            return adam.found_inf
+            return found_inf
 
         muon.step(meanwhile=step_adam)
         self.model.zero_grad(set_to_none=True)
@@ -1711,10 +1710,10 @@ class Trainer:
                 for name, p in self.model.named_parameters() if is_embedding(name)]
 
     def queue_numbers(self, mean_loss: Tensor, batch: list,
-                      step: int) -> tuple[QueuedStep, Tensor]:
+                      step: int) -> tuple[QueuedStep, Tensor | None]:
         """Sum loss, gradient norm and stop requests over the ranks, for the host to read.
 
-        Returns also a flag on the device: 1 if any of them is not finite, else 0.
+        Where that happens later, returns also a flag on the device: 1 if any is not finite, else 0.
         """
         hardware = self.hardware
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
@@ -1732,9 +1731,10 @@ class Trainer:
         else:
             on_host = all_reduce_sum(values, hardware)
             is_ready = None
-        found_inf = (0 * values.sum() != 0).float()  # 0 · ∞ is NaN, which is not 0
-        batch_index = max(0, self.data.train.index - 1)
-        return QueuedStep(step, batch, batch_index, on_host, is_ready), found_inf
+        found_inf = None
+        if self.read_behind:
+            found_inf = (0 * values.sum() != 0).float()  # 0 · ∞ is NaN, which is not 0
+        return QueuedStep(step, batch, on_host, is_ready), found_inf
 
     def read_losses(self, leave: int = 0) -> dict[int, float]:
         """Of all queued steps but the newest `leave`: {steps done: mean loss over all ranks}."""
@@ -1754,19 +1754,19 @@ class Trainer:
                     self.accumulate_gradients(queued.batch)
                 for work in self.reduce_embeddings():
                     work.wait()
-            self.require_finite(queued.step + 1, loss, norm_sum, queued.batch_index)
+            self.require_finite(queued.step + 1, loss, norm_sum)
             losses[queued.step + 1] = loss
         return losses
 
-    def require_finite(self, step: int, loss: float, total_norm: float | Tensor,
-                       batch_index: int) -> None:
-        """Name what is not finite, and the batch to replay."""
+    def require_finite(self, step: int, loss: float, total_norm: float | Tensor) -> None:
+        """Name what is not finite after so many steps, and the last batch, to replay it."""
         if math.isfinite(loss) and math.isfinite(total_norm):
             return
         tensors = {f"parameter {name}": p for name, p in self.model.named_parameters()}
         tensors |= {f"gradient of {name}": p.grad for name, p in self.model.named_parameters()}
         wrong = [name for name, x in tensors.items() if x is not None and not x.isfinite().all()]
         found = f"{wrong[0]} is not finite" if wrong else "all parameters and gradients are finite"
+        batch_index = max(0, step - 1)
         shard, number = self.data.train.locate(batch_index)
         raise SharedError(f"the loss of step {step} is {loss}: {found}; the batch is "
                           f"{batch_index}, number {number} of {shard.path}; lower the rates, or "
@@ -1896,7 +1896,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
                     if step > saved_step:
                         save_checkpoint(trainer, saver, log, clock, step)
                     break
-                trainer.require_finite(step, result["val_loss"], 0.0, max(0, step - 1))
+                trainer.require_finite(step, result["val_loss"], 0.0)
                 log.step(trainer, clock, step, result)
             if last_step:
                 break
@@ -2156,7 +2156,7 @@ class Saver:
 def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, step: int) -> None:
     """A collective: all ranks take part, rank 0 copies and writes."""
     parameter_norm = torch.nn.utils.get_total_norm(trainer.model.parameters())
-    trainer.require_finite(step, 0.0, parameter_norm, step - 1)
+    trainer.require_finite(step, 0.0, parameter_norm)
     saver.wait()  # at most one copy of the state at a time
     state = trainer.state_dict()
     if saver.enabled:
@@ -2645,6 +2645,13 @@ def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
     return sorted(length for length in lengths if length % unit == 0)
 
 
+def fitting_sequences(hp: Hyperparameters, hardware: Hardware) -> list[int]:
+    """Of the possible lengths, those that fit the memory."""
+    fixed, per_token = memory_needed(hp, hardware)
+    return [length for length in possible_sequences(hp, hardware.world_size)
+            if fixed + length * per_token <= hardware.memory_bytes]
+
+
 def fitting_validation(hp: Hyperparameters, hardware: Hardware) -> int:
     """val_sequence_tokens, halved until it fits the memory."""
     fixed, _ = memory_needed(hp, hardware)
@@ -2698,35 +2705,32 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
         elif hardware.device.type != "cpu":  # which computes it, slowly
             raise UserError("--fp8_head=true: this device has no FP8, which takes compute "
                             "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false")
-    room = hardware.memory_bytes = available_bytes(hardware)
-    fixed, per_token = memory_needed(hp, hardware)
+    hardware.memory_bytes = available_bytes(hardware)
     common = math.gcd(hp.val_sequence_tokens, hp.val_tokens, hp.val_start)
     if hp.val_sequence_tokens and common % BLOCK == 0 and may_change("val_sequence_tokens"):
         change("val_sequence_tokens", common, "it divides val_tokens and val_start")
         change("val_sequence_tokens", fitting_validation(hp, hardware), "it fits the memory")
     if may_change("sequence_tokens"):
         lengths = possible_sequences(hp, hardware.world_size)
-        fitting = [length for length in lengths if fixed + length * per_token <= room]
         if lengths:
+            fitting = max(fitting_sequences(hp, hardware), default=min(lengths))
             change("sequence_tokens", max(lengths), "it divides the batch of a rank")
-            change("sequence_tokens", max(fitting, default=min(lengths)), "it fits the memory best")
+            change("sequence_tokens", fitting, "it fits the memory best")
         else:  # check_sequences or micro_steps says what is wrong with the batch
             hp.sequence_tokens = min(hp.sequence_tokens, max(1, hp.batch_tokens // BLOCK) * BLOCK)
     needed = peak_memory(hp, hardware)
-    if needed > room:
+    if needed > hardware.memory_bytes:
         notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
-                     f"{room / 2**30:.1f}; {less_memory(hp, hardware)}")
+                     f"{hardware.memory_bytes / 2**30:.1f}; {less_memory(hp, hardware)}")
     return notes
 
 
 def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
     """The remedy where memory is short."""
-    fixed, per_token = memory_needed(hp, hardware)
+    _, per_token = memory_needed(hp, hardware)
     if hp.val_sequence_tokens * logit_bytes(hp, hardware) > hp.sequence_tokens * per_token:
         return f"give --val_sequence_tokens={fitting_validation(hp, hardware)}"
-    shorter = [length for length in possible_sequences(hp, hardware.world_size)
-               if length < hp.sequence_tokens
-               and fixed + length * per_token <= hardware.memory_bytes]
+    shorter = [length for length in fitting_sequences(hp, hardware) if length < hp.sequence_tokens]
     if not shorter:
         return "lower --model_dim or --num_layers"
     return f"give --sequence_tokens={max(shorter)}: more micro-steps of the same batch"

@@ -379,6 +379,14 @@ def test_gpus_without_float8_train_without_it_unless_it_is_asked_for(cards, card
         fitted("--preset=h100", "--fp8_head")
 
 
+def test_apple_gpus_have_no_float8(cards, monkeypatch):
+    cards()
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert not fitted("--preset=h100", "--device=mps")[0].fp8_head
+    with pytest.raises(UserError, match="--fp8_head=true: this device has no FP8"):
+        fitted("--preset=h100", "--device=mps", "--fp8_head")
+
+
 def test_a_resumed_run_is_not_fitted_again(cards):
     """A checkpoint of an H100, on a small card without FP8."""
     cards(24, capability=(8, 6))

@@ -61,12 +61,10 @@ def longest_sequences(hp: Hyperparameters, hardware: Hardware) -> str:
     """On GPUs of these sizes; the training is the same."""
     gpu = replace(hardware, device=torch.device("cuda"), dtype=torch.bfloat16, attention="flex",
                   compile=True)
-    fixed, per_token = train_gpt.memory_needed(hp, gpu)
     found = []
     for size in (80, 40, 24, 12, 8):
-        room = train_gpt.usable_bytes(size * GIB)
-        fitting = [length for length in train_gpt.possible_sequences(hp, hardware.world_size)
-                   if fixed + length * per_token <= room]
+        gpu.memory_bytes = train_gpt.usable_bytes(size * GIB)
+        fitting = train_gpt.fitting_sequences(hp, gpu)
         found.append(f"{size} GB: {max(fitting):,}" if fitting else f"{size} GB: none")
     return f"tokens per sequence on GPUs of {', '.join(found)}"
 
