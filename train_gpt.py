@@ -85,19 +85,6 @@ class UserError(Exception):
     """A mistake that the user can fix: one sentence with the value, what was expected, a remedy."""
 
 
-class SharedError(UserError):
-    """A UserError that every rank raises alike: one of them prints it."""
-
-
-@contextlib.contextmanager
-def shared_errors():
-    """For code that does the same on every rank."""
-    try:
-        yield
-    except UserError as error:
-        raise SharedError(str(error)) from None
-
-
 @contextlib.contextmanager
 def explained(what: str, remedy: str):
     """Turn a foreign error into a UserError: "what: reason; remedy"."""
@@ -162,6 +149,7 @@ class Hyperparameters:
     softcap: float = 15.0               # logits pass through c·tanh(logits/c); 0: off
     ngram_order: int = 0                # tokens in the longest context that is counted; 0: none
     ngram_tokens: int = 0               # tokens to count, of those that no batch of the run reads
+    ngram_share: float = 0.0            # part of every shard that batches leave to the n-grams
     copy_lengths: tuple = ()            # suggest what followed the last so many tokens before
     # attention window, growing linearly over the run
     window_unit: str = "block"          # block (of 128), token (steps of 64), token_in_block (both)
@@ -201,7 +189,6 @@ class Hyperparameters:
     compile: str = "auto"               # torch.compile: auto (CUDA; long runs on a CPU), yes, no
     tune_kernels: bool = False          # Inductor's coordinate descent: fast kernels, slow start
     tune_products: bool = True          # Inductor fuses ReLU² with its product where that is faster
-    combo_kernels: bool = False         # Inductor joins small kernels: fewer launches; experimental
     seed: int = 1337                    # of weights, sample and order of shards
     # output
     log_dir: str = "logs"               # each run makes a folder of its own in here
@@ -291,7 +278,7 @@ SOFTCAP_2025_01_04 = dict(
     value_layout="ends", value_lambdas=2, first_layer_values=False, no_attention="second_decoder",
     rotary_base=1024.0, rotary_fraction=0.5, rotary_endpoint=True, attention_scale=0.0,
     norm_eps=0.0, init_bound=1.0, logit_scale=1.0, softcap=15.0,
-    ngram_order=0, ngram_tokens=0, copy_lengths=(),
+    ngram_order=0, ngram_tokens=0, ngram_share=0.0, copy_lengths=(),
     window_unit="block", window_start=128, window_end=1856, window_rounding="down",
     short_window_layers="none", sum_loss=False,
     embed_rate=0.6, head_rate=0.008, scalar_rate=0.04, adam_beta1=0.8, adam_beta2=0.95,
@@ -300,7 +287,7 @@ SOFTCAP_2025_01_04 = dict(
     muon_lerp=True, muon_nesterov=True, muon_decay=0.0, muon_steps=5, cooldown=0.4,
     rate_floor=0.0, dtype="auto", bf16_embeddings=True, fp8_head=False, fp8_x_scale=0.0,
     fp8_weight_scale=32.0, fp8_grad_scale=2.0**15, muon_dtype="auto", tune_kernels=False,
-    tune_products=False, combo_kernels=False, seed=1337)
+    tune_products=False, seed=1337)
 SPARSE_2024_12_17 = SOFTCAP_2025_01_04 | dict(
     num_steps=1490, cooldown=600.0, softcap=30.0, pad_embeddings=False, tune_kernels=True)
 MFU_2024_12_10 = SPARSE_2024_12_17 | dict(
@@ -343,29 +330,23 @@ CHOICES = {"window_unit": ("block", "token", "token_in_block"),
            "value_layout": ("none", "per_layer", "mirrored", "ends"),
            "no_attention": ("none", "second_decoder")}
 
-# The smallest value of each number; the largest, where there is one.
-AT_LEAST = dict(vocab_size=1, vocab_multiple=1, document_token=0, num_steps=1, batch_tokens=BLOCK,
-                sequence_tokens=BLOCK, segment_tokens=0, epochs=1, val_every=0, val_tokens=BLOCK,
-                val_start=0, val_sequence_tokens=0, target_loss=0, num_layers=2, num_heads=1,
+# The smallest value of a number, where it is not 0; the largest, where there is one.
+AT_LEAST = dict(vocab_size=1, vocab_multiple=1, num_steps=1, batch_tokens=BLOCK,
+                sequence_tokens=BLOCK, epochs=1, val_tokens=BLOCK, num_layers=2, num_heads=1,
                 model_dim=4, mlp_ratio=1, value_lambdas=1, rotary_base=1.001, rotary_fraction=0.001,
-                softcap=0, attention_scale=0, norm_eps=0, init_bound=0, logit_scale=0,
-                ngram_order=0, ngram_tokens=0, window_start=0, window_end=1, embed_rate=0,
-                head_rate=0, scalar_rate=0, adam_beta1=0, adam_beta2=0, adam_eps=0, rate_floor=0,
-                fp8_x_scale=0, fp8_weight_scale=1e-6, fp8_grad_scale=1e-6, muon_rate=0,
-                muon_momentum=0, muon_momentum_start=0, muon_warmup_steps=0, muon_decay=0,
-                muon_steps=1, cooldown=0, seed=0, log_every=1, save_every=0, keep_checkpoints=1,
-                timeout=1, profile=0, sample_tokens=0, temperature=0, top_k=0)
+                window_end=1, fp8_weight_scale=1e-6, fp8_grad_scale=1e-6, muon_steps=1, log_every=1,
+                keep_checkpoints=1, timeout=1)
 AT_MOST = dict(vocab_size=2**16, vocab_multiple=2**16, num_steps=10**12, batch_tokens=10**12,
                val_tokens=10**12, val_start=10**12, epochs=10**6, num_layers=1000, num_heads=1000,
                model_dim=10**6, mlp_ratio=100, value_lambdas=2, rotary_fraction=1,
-               ngram_order=6, ngram_tokens=10**9, rate_floor=1,
+               ngram_order=6, ngram_tokens=10**9, ngram_share=0.9, rate_floor=1,
                adam_beta1=0.999999, adam_beta2=0.999999, muon_momentum=0.999999,
                muon_momentum_start=0.999999, muon_steps=100, seed=2**63 - 1, timeout=10**6)
 
 # Fields that a resumed run may change without becoming another training.
 MAY_CHANGE_ON_RESUME = {
     "target_loss", "val_every", "device", "attention", "compile", "tune_kernels", "tune_products",
-    "combo_kernels", "log_dir", "run_id", "log_every", "save_model", "save_every",
+    "log_dir", "run_id", "log_every", "save_model", "save_every",
     "keep_checkpoints", "resume", "resume_anyway", "timeout", "profile", "hellaswag", "show",
     "checkpoint", "sample", "sample_tokens", "temperature", "top_k"}
 
@@ -394,135 +375,6 @@ class Hardware:
     launcher_pid: int = 0                       # torchrun's process, on one machine; 0: none
     give_up_at: float = math.inf                # time.monotonic() after which waiting fails
     memory_bytes: float = math.inf              # what a run may use of the device
-
-
-def find_hardware(hp: Hyperparameters) -> Hardware:
-    """Ranks come from torchrun's variables; without them there is one process and no group."""
-    # fewer fragments; PyTorch reads it when CUDA starts
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    here = Hardware(rank=int(os.environ.get("RANK", 0)),
-                    world_size=int(os.environ.get("WORLD_SIZE", 1)),
-                    local_rank=int(os.environ.get("LOCAL_RANK", 0)), timeout=hp.timeout)
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun on one machine
-        here.launcher_pid = os.getppid()
-    kind = hp.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device=mps: this machine has none; give --device=cpu")
-    if kind == "cuda" and here.local_rank >= torch.cuda.device_count():
-        raise UserError(f"--device=cuda: rank {here.rank} needs GPU {here.local_rank} and there "
-                        f"are {torch.cuda.device_count()}; start one process per GPU, or give "
-                        "--device=cpu")
-    here.device = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
-
-    # GPUs compute in bfloat16 from Ampere on (older ones emulate it); on a CPU only Muon does.
-    has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    cpu = torch.cpu.get_capabilities() if kind == "cpu" else {}
-    here.dtype = choose_dtype(hp.dtype, has_bf16)
-    here.muon_dtype = choose_dtype(hp.muon_dtype, has_bf16 or cpu.get("avx512_bf16")
-                                   or cpu.get("amx_bf16"))
-    if hp.dtype == "float64" and hp.muon_dtype == "auto":
-        here.muon_dtype = torch.float64
-    if kind == "cuda":
-        lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
-        gpu = torch.cuda.get_device_properties(here.device)
-        here.has_fp8 = (gpu.major, gpu.minor) >= lowest
-    here.why_not_compiled = why_not_compile(hp, kind)
-    here.compile = not here.why_not_compiled
-
-    can_flex = has_bf16 and here.compile
-    if hp.attention == "flex" and not can_flex:
-        raise UserError("--attention=flex: it trains only compiled, on a GPU with bfloat16 "
-                        "(NVIDIA: from Ampere on); give --attention=banded")
-    if can_flex and hp.attention != "banded":
-        here.attention = "flex"
-        padded_head = 1 << (hp.model_dim // hp.num_heads - 1).bit_length()  # Triton: powers of two
-        here.flex_options = choose_flex_options(torch.cuda.get_device_properties(here.device),
-                                                padded_head * here.dtype.itemsize)
-    return here
-
-
-def choose_dtype(name: str, has_bf16: bool) -> torch.dtype:
-    if name == "auto":
-        name = "bfloat16" if has_bf16 else "float32"
-    return getattr(torch, name)
-
-
-def why_not_compile(hp: Hyperparameters, device_type: str) -> str:
-    """Empty where torch.compile is to be used.
-
-    On a CPU it makes a step a fifth faster, after a minute of compiling: only long runs gain.
-    """
-    if hp.compile == "no":
-        return "--compile=no"
-    missing = ""
-    if device_type == "mps":
-        missing = "there is no compiler for it"
-    elif device_type == "cpu":
-        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-            missing = "there is no C++ compiler (g++ or clang++) here"
-    elif torch.cuda.get_device_properties(0).major < 7:
-        missing = "there is no Triton for this GPU"
-    else:
-        try:
-            start_triton()
-        except (*FOREIGN_ERRORS, ImportError, subprocess.SubprocessError) as error:
-            missing = (f"Triton cannot start ({reason_of(error)}), which needs a C compiler and "
-                       f"Python.h (gcc, python3.{sys.version_info.minor}-dev)")
-    if missing and hp.compile == "yes":
-        raise UserError(f"--compile=yes: {missing}; install it, or give --compile=no")
-    flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
-    if not missing and hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
-        return "the run is too short for it to pay on a CPU"
-    return missing
-
-
-def start_triton() -> None:
-    """On its first GPU Triton builds a library in C, long before it is asked for a kernel."""
-    from triton.runtime import driver
-    driver.active.utils
-
-
-def head_choices(head_dim: int):
-    """Inductor's choices, but sums over a head in one pass: QK-norm's backward, 0.7 ms a step."""
-    from torch._inductor.choices import InductorChoices
-    usual = InductorChoices.should_use_persistent_reduction
-
-    class Choices(InductorChoices):
-        @staticmethod
-        def should_use_persistent_reduction(features, cooperative_reduction: bool) -> bool:
-            return features.reduction_numel == head_dim or usual(features, cooperative_reduction)
-
-        def uuid(self) -> str:  # for the key of Inductor's cache
-            return f"heads of {head_dim}"
-
-    return Choices()
-
-
-def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
-    """Settings of the process that precede everything else on the device."""
-    device = hardware.device
-    if device.type == "cuda":
-        with explained(f"GPU {device.index} cannot be used",
-                       "see nvidia-smi, install a PyTorch built for it, or give --device=cpu"):
-            torch.cuda.set_device(device)
-            torch.empty(1, device=device, requires_grad=True).backward()  # starts CUDA, autograd
-        torch.backends.cuda.enable_cudnn_sdp(False)  # an H100's first choice plans each length anew
-        config = torch._inductor.config
-        config.coordinate_descent_tuning = hp.tune_kernels
-        config.max_autotune_gemm = hp.tune_products
-        if hp.tune_products:  # silent: it would print a table and two lines for each product
-            config.autotune_num_choices_displayed = 0
-            select_algorithm = importlib.import_module("torch._inductor.select_algorithm")
-            select_algorithm._log_autotune_choices_stats = lambda name, timings: None
-        config.combo_kernels = hp.combo_kernels     # the casts of eight weights in one launch
-        config.combo_kernels_pointwise_only = True
-        head_dim = hp.model_dim // hp.num_heads
-        config.inductor_choices_class = functools.partial(head_choices, head_dim)
-    elif device.type == "cpu":
-        torch.use_deterministic_algorithms(True)  # repeatable bit for bit; on CUDA it costs speed
-        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 # ═══ 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice ══════
@@ -579,7 +431,9 @@ class Loader:
     A small batch that is one stretch of text is mostly one article, and needs twice the tokens for
     the same loss. With segment_tokens=0 there is one lane, as in the published records. The batch
     is cut into sequences; micro-step m of rank r takes sequence m · world_size + r. A shard gives
-    as many whole batches as it holds. Of several epochs, each has its own order of the shards.
+    as many whole batches as the first `share` of each lane holds. Of several epochs, each has its
+    own order of the shards.
+
     With align_documents every sequence starts at a document, and what lies between is skipped;
     shards after the first `num_batches` batches are then not looked through, and count as empty.
     """
@@ -588,7 +442,7 @@ class Loader:
                  segment_tokens: int = 0, rank: int = 0, world_size: int = 1, device="cpu",
                  vocab_size: int = 2**16, epochs: int = 1, seed: int = 0,
                  document_token: int = 0, align_documents: bool = False,
-                 num_batches: int = 10**12):
+                 num_batches: int = 10**12, share: float = 1.0):
         self.pattern = pattern
         self.paths = sorted(glob.glob(pattern))
         if not self.paths:
@@ -602,6 +456,7 @@ class Loader:
         self.sequence_tokens = sequence_tokens
         self.segment_tokens = segment_tokens or batch_tokens
         self.num_lanes = batch_tokens // self.segment_tokens
+        self.micro_steps = batch_tokens // (world_size * sequence_tokens)   # sequences of a rank
         self.vocab_size = vocab_size
         self.rank = rank
         self.world_size = world_size
@@ -616,7 +471,7 @@ class Loader:
                 self.batches.append(len(self.starts.get(shard, ())))
             else:
                 lane_tokens = max(0, shard.num_tokens - 1) // self.num_lanes
-                self.batches.append(lane_tokens // self.segment_tokens)
+                self.batches.append(int(share * lane_tokens) // self.segment_tokens)
         self.ends = list(itertools.accumulate(self.batches))
         self.index = 0          # the next batch: all there is to know about the position
         self.prefetched = {}    # the batch being read in the background, by index
@@ -640,9 +495,8 @@ class Loader:
         """This rank's part of a batch, on the host: uint16 [micro-steps, pieces, tokens + 1]."""
         shard, number = self.locate(index)
         piece_tokens = min(self.segment_tokens, self.sequence_tokens)
-        micro_steps = self.batch_tokens // (self.world_size * self.sequence_tokens)
-        host = torch.empty((micro_steps, self.sequence_tokens // piece_tokens, piece_tokens + 1),
-                           dtype=torch.uint16, pin_memory=self.device.type == "cuda")
+        shape = (self.micro_steps, self.sequence_tokens // piece_tokens, piece_tokens + 1)
+        host = torch.empty(shape, dtype=torch.uint16, pin_memory=self.device.type == "cuda")
         tokens = host.numpy()
         for micro_step, piece in np.ndindex(tokens.shape[:2]):
             sequence = micro_step * self.world_size + self.rank
@@ -671,7 +525,9 @@ class Loader:
 
         Each is (shard, start, length), and follows what is read of a lane.
         """
-        batches_read = collections.Counter(self.locate(index)[0] for index in range(num_batches))
+        batches_read = collections.Counter()
+        for shard, number in {self.locate(index) for index in range(num_batches)}:
+            batches_read[shard] += 1
         stretches = []
         for shard in dict.fromkeys(self.shards):
             lane_tokens = (shard.num_tokens - 1) // self.num_lanes
@@ -745,20 +601,6 @@ class Data(NamedTuple):
     val: Loader
     bytes_per_token: float | None   # of the validation text, where a manifest says so
     hashes: dict                    # path of each shard: its sha256 by the manifest, or None
-
-
-def micro_steps(hp: Hyperparameters, hardware: Hardware) -> int:
-    """Forward passes of a rank per step: fewer ranks take more, and the batch stays the same."""
-    unit = hardware.world_size * hp.sequence_tokens
-    if hp.batch_tokens % unit:
-        raise UserError(f"--batch_tokens={hp.batch_tokens}: expected a multiple of ranks × "
-                        f"sequence_tokens = {hardware.world_size} × {hp.sequence_tokens}; the "
-                        f"nearest is --batch_tokens={nearest_multiple(hp.batch_tokens, unit)}")
-    return hp.batch_tokens // unit
-
-
-def nearest_multiple(number: int, unit: int) -> int:
-    return max(round(number / unit), 1) * unit
 
 
 # ═══ 4  Masks and attention: causal ∧ same document ∧ within the window ═══════════════════════════
@@ -865,21 +707,6 @@ def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
     full = full & (last[:, None] == first)
     return BlockMask.from_kv_blocks(*ordered(touched & ~full), *ordered(full), BLOCK,
                                     mask_mod=visible)
-
-
-def choose_flex_options(gpu, head_bytes: int) -> dict | None:
-    """FlexAttention's tiles where Inductor's own, of about 386 × head_bytes, do not fit the GPU.
-
-    Square tiles in two stages hold 6 at most: keys, values, two pairs of queries and gradients.
-    ROCm does not report shared memory; Inductor's own tiles fit its 64 KiB.
-    """
-    shared_memory = getattr(gpu, "shared_memory_per_block_optin", 0)
-    if not shared_memory or shared_memory >= 386 * head_bytes:
-        return None
-    side = max(16, min(64, 2 ** int(math.log2(shared_memory / head_bytes / 6))))
-    names = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2",
-             "bwd_BLOCK_N2")
-    return dict.fromkeys(names, side) | dict(num_stages=2, num_warps=4)
 
 
 # ── banded attention: each block of queries with its own block of keys and those before it ────────
@@ -1108,7 +935,7 @@ class Block(nn.Module):
         return x + self.down(hidden), values
 
 
-# ── what counts, and the text so far, suggest as the next token ───────────────────────────────────
+# ── suggestions for the next token: tables of n-grams, copies of earlier text ─────────────────────
 
 class NGrams(nn.Module):
     """Chances of the next token by counts of n-grams; the model learns to correct them.
@@ -1257,6 +1084,52 @@ def last_followers(inputs: Tensor, documents: Tensor, length: int) -> tuple[Tens
     return inputs[(earlier + 1).clamp(max=tokens - 1)].long(), earlier >= 0
 
 
+class Suggestions(nn.Module):
+    """What n-grams and copies suggest as the next token is added to the embedding and the logits.
+
+    A learned gate for each token weighs the part that goes to the logits.
+    """
+
+    def __init__(self, hp: Hyperparameters):
+        super().__init__()
+        self.copy_lengths = hp.copy_lengths
+        self.ngrams = None
+        if hp.ngram_order:
+            self.ngrams = NGrams(hp.ngram_order, hp.padded_vocab)
+            self.ngram_embed = nn.Embedding(hp.padded_vocab, hp.model_dim)
+            self.ngram_gate = Linear(hp.model_dim, 1, zero=True)
+            nn.init.zeros_(self.ngram_embed.weight)
+        if hp.copy_lengths:
+            self.copy_embeds = nn.ModuleList(nn.Embedding(hp.padded_vocab, hp.model_dim)
+                                             for _ in hp.copy_lengths)
+            self.copy_gate = Linear(hp.model_dim, len(hp.copy_lengths), zero=True)
+            for table in self.copy_embeds:
+                nn.init.zeros_(table.weight)
+
+    def find(self, inputs: Tensor, documents: Tensor) -> tuple[Tensor | None, list]:
+        """(chances of every token by n-grams, (token, found) for each length of copies)"""
+        chances = None if self.ngrams is None else self.ngrams(inputs, documents)
+        return chances, [last_followers(inputs, documents, length) for length in self.copy_lengths]
+
+    def add_to_embedding(self, x: Tensor, chances: Tensor | None, copies: list) -> Tensor:
+        if chances is not None:
+            x = x + chances.type_as(x) @ self.ngram_embed.weight.type_as(x)
+        for number, (token, found) in enumerate(copies):
+            x = x + found[:, None] * self.copy_embeds[number](token).type_as(x)
+        return x
+
+    def add_to_logits(self, logits: Tensor, x: Tensor, chances: Tensor | None,
+                      copies: list) -> Tensor:
+        """x: what the head takes. The gate of the n-grams starts at 1, those of the copies at 0."""
+        if chances is not None:
+            logits = logits + (1 + torch.tanh(self.ngram_gate(x).to(logits.dtype))) * chances.log()
+        if copies:
+            gates = self.copy_gate(x).to(logits.dtype).unbind(dim=1)
+            for gate, (token, found) in zip(gates, copies):
+                logits = logits.scatter_add(1, token[:, None], (found * gate)[:, None])
+        return logits
+
+
 # ── the whole model ───────────────────────────────────────────────────────────────────────────────
 
 class GPT(nn.Module):
@@ -1278,18 +1151,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(hp.num_layers))
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers - hp.num_layers // 2))
         self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
-        self.ngrams = None
-        if hp.ngram_order:
-            self.ngrams = NGrams(hp.ngram_order, hp.padded_vocab)
-            self.ngram_embed = nn.Embedding(hp.padded_vocab, hp.model_dim)  # of the next token
-            self.ngram_gate = Linear(hp.model_dim, 1, zero=True)
-            nn.init.zeros_(self.ngram_embed.weight)
-        if hp.copy_lengths:
-            self.copy_embeds = nn.ModuleList(nn.Embedding(hp.padded_vocab, hp.model_dim)
-                                             for _ in hp.copy_lengths)
-            self.copy_gate = Linear(hp.model_dim, len(hp.copy_lengths), zero=True)
-            for table in self.copy_embeds:
-                nn.init.zeros_(table.weight)
+        self.suggestions = None
+        if hp.ngram_order or hp.copy_lengths:
+            self.suggestions = Suggestions(hp)
         if hp.bf16_embeddings and dtype == torch.bfloat16:
             self.embed.bfloat16()
             self.value_embeds.bfloat16()
@@ -1311,12 +1175,9 @@ class GPT(nn.Module):
             short_mask = build_mask(documents, short_window(window), self.attention,
                                     max_blocks_back(hp), self.flex_options)
         x = self.embed(inputs).to(self.dtype)
-        if self.ngrams is not None:
-            chances = self.ngrams(inputs, documents)
-            x = x + chances.type_as(x) @ self.ngram_embed.weight.type_as(x)
-        copies = [last_followers(inputs, documents, length) for length in hp.copy_lengths]
-        for number, (token, found) in enumerate(copies):
-            x = x + found[:, None] * self.copy_embeds[number](token).type_as(x)
+        if self.suggestions is not None:
+            suggested = self.suggestions.find(inputs, documents)
+            x = self.suggestions.add_to_embedding(x, *suggested)
         x = x0 = norm(x, hp.norm_eps)
         value_embeddings = [table(inputs).to(self.dtype).view(len(x), hp.num_heads, -1)
                             for table in self.value_embeds]
@@ -1334,6 +1195,14 @@ class GPT(nn.Module):
             if layer < num_encoders:
                 skips.append(x)
         x = norm(x, hp.norm_eps)
+        logits = self.logits(x)
+        if self.suggestions is not None:
+            logits = self.suggestions.add_to_logits(logits, x, *suggested)
+        return logits if targets is None else F.cross_entropy(logits, targets)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The head's products: in FP8 while training where that is chosen, scaled and capped."""
+        hp = self.hp
         if hp.fp8_head and self.training and self.dtype != torch.float64:
             x_scale = hp.fp8_x_scale or 448 / hp.model_dim**0.5
             grad_scale = hp.fp8_grad_scale * (1 if hp.sum_loss else len(x))  # a mean is smaller
@@ -1347,13 +1216,7 @@ class GPT(nn.Module):
         if hp.softcap:
             # [None], squeeze: else Inductor takes c·tanh for a scaled softmax, in three passes
             logits = (hp.softcap * torch.tanh(logits[None] / hp.softcap)).squeeze(0)
-        if self.ngrams is not None:
-            logits = logits + (1 + torch.tanh(self.ngram_gate(x).to(logits.dtype))) * chances.log()
-        if copies:
-            gates = self.copy_gate(x).to(logits.dtype).unbind(dim=1)
-            for gate, (token, found) in zip(gates, copies):
-                logits = logits.scatter_add(1, token[:, None], (found * gate)[:, None])
-        return logits if targets is None else F.cross_entropy(logits, targets)
+        return logits
 
 
 # ═══ 6  Muon and schedules ════════════════════════════════════════════════════════════════════════
@@ -1559,9 +1422,9 @@ def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
     rates = dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
     groups = {kind: dict(lr=lr, params={}) for kind, lr in rates.items()}
     for name, p in model.named_parameters():
-        if name.startswith(("embed.", "value_embeds.", "ngram_embed.", "copy_embeds.")):
+        if "embed" in name:
             kind = "embed"
-        elif name.startswith(("head.", "ngram_gate.", "copy_gate.")):
+        elif name.startswith(("head.", "suggestions.")):  # with the gates
             kind = "head"
         elif p.ndim < 2:
             kind = "scalar"
@@ -1634,11 +1497,10 @@ def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 108) -> nn.M
 
 
 class QueuedStep(NamedTuple):
-    """A step whose loss the host has not read yet."""
+    """A step whose numbers the host has not read yet."""
     step: int
-    batch: list                 # computed again where a number is not finite
-    on_host: Tensor | list      # sums over the ranks: loss, gradient norm, requests to stop
-    is_ready: Callable | None   # whether they have been copied to the host; None: they have
+    numbers: Tensor | list  # sums over the ranks: loss, gradient norm, requests to stop, suspect
+    is_ready: Callable      # whether they have been copied to the host
 
 
 class Trainer:
@@ -1678,8 +1540,7 @@ class Trainer:
             """Its parameters are not Muon's. Returns a flag: above zero if anything is wrong."""
             for work in reductions:
                 work.wait()
-            queued, found_inf = self.queue_numbers(mean_loss, batch, step)
-            self.unread.append(queued)
+            found_inf = self.queue_numbers(mean_loss, step)
             losses.update(self.read_losses(self.read_behind))  # raises before a weight changes
             adam.found_inf = found_inf
             adam.step()
@@ -1709,68 +1570,65 @@ class Trainer:
         return [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True)
                 for name, p in self.model.named_parameters() if is_embedding(name)]
 
-    def queue_numbers(self, mean_loss: Tensor, batch: list,
-                      step: int) -> tuple[QueuedStep, Tensor | None]:
+    def queue_numbers(self, mean_loss: Tensor, step: int) -> Tensor | None:
         """Sum loss, gradient norm and stop requests over the ranks, for the host to read.
 
-        Where that happens later, returns also a flag on the device: 1 if any is not finite, else 0.
+        Where it reads them later, returns a flag on the device: 1 if any is not finite, else 0.
         """
-        hardware = self.hardware
-        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()],
-                                                  foreach=hardware.device.type != "mps")
+        norms = torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters()]))
+        suspect = norms.isfinite().logical_not().int().argmax()  # the first that is not finite
         stop = torch.full_like(mean_loss, self.stop_requested)
-        values = torch.stack((mean_loss, grad_norm.type_as(mean_loss), stop))
-        if hardware.device.type == "cuda":
-            if hardware.world_size > 1:
+        values = (mean_loss, norms.norm(), stop, suspect)
+        values = torch.stack([value.type_as(mean_loss) for value in values])
+        if self.hardware.device.type == "cuda":
+            if self.hardware.world_size > 1:
                 dist.all_reduce(values)
-            on_host = torch.empty_like(values, device="cpu", pin_memory=True)
-            on_host.copy_(values, non_blocking=True)
+            numbers = torch.empty_like(values, device="cpu", pin_memory=True)
+            numbers.copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-            is_ready = copied.query
+            self.unread.append(QueuedStep(step, numbers, copied.query))
         else:
-            on_host = all_reduce_sum(values, hardware)
-            is_ready = None
-        found_inf = None
+            numbers = all_reduce_sum(values, self.hardware)
+            self.unread.append(QueuedStep(step, numbers, lambda: True))
         if self.read_behind:
-            found_inf = (0 * values.sum() != 0).float()  # 0 · ∞ is NaN, which is not 0
-        return QueuedStep(step, batch, on_host, is_ready), found_inf
+            return (0 * values.sum() != 0).float()  # 0 · ∞ is NaN, which is not 0
+        return None
 
     def read_losses(self, leave: int = 0) -> dict[int, float]:
         """Of all queued steps but the newest `leave`: {steps done: mean loss over all ranks}."""
         losses = {}
         while len(self.unread) > leave:
             queued = self.unread.popleft()
-            if queued.is_ready:
-                wait_until(queued.is_ready, self.hardware)
-            loss_sum, norm_sum, stops = map(float, queued.on_host)
+            wait_until(queued.is_ready, self.hardware)
+            loss_sum, norm_sum, stops, suspect_sum = map(float, queued.numbers)
             loss = loss_sum / self.hardware.world_size
             self.stopping = self.stopping or stops > 0
-            if self.read_behind and not math.isfinite(loss + norm_sum):
-                # its gradients are gone, and no weight has changed since
-                set_schedules(self.hp, queued.step, self.optimizers, self.window)
-                self.model.zero_grad()
-                with torch.enable_grad():
-                    self.accumulate_gradients(queued.batch)
-                for work in self.reduce_embeddings():
-                    work.wait()
-            self.require_finite(queued.step + 1, loss, norm_sum)
+            suspect = round(suspect_sum / self.hardware.world_size)  # the same on every rank
+            self.require_finite(queued.step + 1, loss, norm_sum, suspect)
             losses[queued.step + 1] = loss
         return losses
 
-    def require_finite(self, step: int, loss: float, total_norm: float | Tensor) -> None:
-        """Name what is not finite after so many steps, and the last batch, to replay it."""
+    def require_finite(self, step: int, loss: float, total_norm: float | Tensor = 0.0,
+                       suspect: int = 0) -> None:
+        """Name what is not finite after so many steps, and the last batch, to replay it.
+
+        suspect: where total_norm is that of the gradients, the parameter to blame.
+        """
         if math.isfinite(loss) and math.isfinite(total_norm):
             return
-        tensors = {f"parameter {name}": p for name, p in self.model.named_parameters()}
-        tensors |= {f"gradient of {name}": p.grad for name, p in self.model.named_parameters()}
-        wrong = [name for name, x in tensors.items() if x is not None and not x.isfinite().all()]
-        found = f"{wrong[0]} is not finite" if wrong else "all parameters and gradients are finite"
+        names = [name for name, _ in self.model.named_parameters()]
+        wrong = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
+        found = "all parameters and gradients are finite"
+        if wrong:
+            found = f"parameter {wrong[0]} is not finite"
+        elif not math.isfinite(total_norm):
+            found = f"gradient of {names[suspect]} is not finite"
         batch_index = max(0, step - 1)
         shard, number = self.data.train.locate(batch_index)
-        raise SharedError(f"the loss of step {step} is {loss}: {found}; the batch is "
-                          f"{batch_index}, number {number} of {shard.path}; lower the rates, or "
-                          "replay it from the last checkpoint")
+        raise UserError(f"the loss of step {step} is {loss}: {found}; the batch is "
+                        f"{batch_index}, number {number} of {shard.path}; lower the rates, or "
+                        "replay it from the last checkpoint")
 
     def state_dict(self) -> dict:
         """All that the rest of the training depends on. A collective: Muon gathers its momentum."""
@@ -1794,7 +1652,7 @@ class Trainer:
         saved = copy_to_host(self.state_dict())  # to the host: the GPU may have no room
         batch = [self.made_up_sequence(self.hp.sequence_tokens)]
         for step in (0, self.hp.num_steps - 1):
-            self.step(batch * micro_steps(self.hp, self.hardware), step)
+            self.step(batch * self.data.train.micro_steps, step)
         self.read_losses()
         with torch.no_grad():
             val_batch = self.made_up_sequence(self.data.val.sequence_tokens)
@@ -1853,7 +1711,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
     log = Logger(run, hp, hardware, data)
     if hp.ngram_order and start_step == 0:
         clock.switch("train")
-        counted = trainer.model.ngrams.count(data.train, hp.num_steps, hp.ngram_tokens)
+        counted = trainer.model.suggestions.ngrams.count(data.train, hp.num_steps, hp.ngram_tokens)
         log.write(f"counted n-grams in {counted:,} tokens in {clock.now()['train']:.0f}ms")
         clock.switch(None)
     parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -1896,7 +1754,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
                     if step > saved_step:
                         save_checkpoint(trainer, saver, log, clock, step)
                     break
-                trainer.require_finite(step, result["val_loss"], 0.0)
+                trainer.require_finite(step, result["val_loss"])
                 log.step(trainer, clock, step, result)
             if last_step:
                 break
@@ -2215,9 +2073,9 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
     """Continue from a checkpoint. Returns the step to start at."""
     step = checkpoint["step"]
     if step > trainer.hp.num_steps:
-        raise SharedError(f"--num_steps={trainer.hp.num_steps}: the checkpoint is of step {step}; "
+        raise UserError(f"--num_steps={trainer.hp.num_steps}: the checkpoint is of step {step}; "
                           f"give at least --num_steps={step}")
-    with shared_errors(), explained("the checkpoint does not fit", "give one of this training"):
+    with explained("the checkpoint does not fit", "give one of this training"):
         trainer.load_state_dict(copy_to_host(checkpoint))
         adam, muon = trainer.optimizers
         wanted = {p: adam.state[p] for group in adam.param_groups for p in group["params"]}
@@ -2497,7 +2355,8 @@ def check_ranks_agree(trainer: Trainer, step: int) -> None:
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     settings = zlib.crc32(repr(as_dict(trainer.hp)).encode())
     values = {"the step": torch.tensor(step), "the hyperparameters": torch.tensor(settings)}
-    tables = trainer.model.ngrams.named_buffers() if trainer.model.ngrams else ()
+    suggestions = trainer.model.suggestions
+    tables = suggestions.named_buffers() if suggestions else ()
     for name, x in (*trainer.model.named_parameters(), *tables):
         values[f"parameter {name}"] = x.view(integers[x.element_size()]).sum()
     own = torch.stack([value.to(trainer.hardware.device) for value in values.values()])
@@ -2506,7 +2365,7 @@ def check_ranks_agree(trainer: Trainer, step: int) -> None:
     for name, by_rank in zip(values, everyone.view(world_size, -1).T.tolist()):
         for rank, value in enumerate(by_rank):
             if value != by_rank[0]:
-                raise SharedError(f"rank {rank} differs from rank 0, first in {name}; start all "
+                raise UserError(f"rank {rank} differs from rank 0, first in {name}; start all "
                                   "machines with the same options and files, or check their "
                                   "hardware and resume with --resume=auto")
 
@@ -2585,13 +2444,168 @@ def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHand
     return 128 + number
 
 
-# ═══ 12  Before a run: memory, token budget, manifests ════════════════════════════════════════════
+# ═══ 12  Before a run: hardware, memory, data ═════════════════════════════════════════════════════
 
-def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float]:
-    """(bytes, bytes per token of a sequence) at the peak of a step.
+def find_hardware(hp: Hyperparameters) -> Hardware:
+    """Ranks come from torchrun's variables; without them there is one process and no group."""
+    # fewer fragments; PyTorch reads it when CUDA starts
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    here = Hardware(rank=int(os.environ.get("RANK", 0)),
+                    world_size=int(os.environ.get("WORLD_SIZE", 1)),
+                    local_rank=int(os.environ.get("LOCAL_RANK", 0)), timeout=hp.timeout)
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun on one machine
+        here.launcher_pid = os.getppid()
+    kind = hp.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device=mps: this machine has none; give --device=cpu")
+    if kind == "cuda" and here.local_rank >= torch.cuda.device_count():
+        raise UserError(f"--device=cuda: rank {here.rank} needs GPU {here.local_rank} and there "
+                        f"are {torch.cuda.device_count()}; start one process per GPU, or give "
+                        "--device=cpu")
+    here.device = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
 
-    Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them.
+    # GPUs compute in bfloat16 from Ampere on (older ones emulate it); on a CPU only Muon does.
+    has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    cpu = torch.cpu.get_capabilities() if kind == "cpu" else {}
+    here.dtype = choose_dtype(hp.dtype, has_bf16)
+    here.muon_dtype = choose_dtype(hp.muon_dtype, has_bf16 or cpu.get("avx512_bf16")
+                                   or cpu.get("amx_bf16"))
+    if hp.dtype == "float64" and hp.muon_dtype == "auto":
+        here.muon_dtype = torch.float64
+    if kind == "cuda":
+        lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
+        gpu = torch.cuda.get_device_properties(here.device)
+        here.has_fp8 = (gpu.major, gpu.minor) >= lowest
+    here.why_not_compiled = why_not_compile(hp, kind)
+    here.compile = not here.why_not_compiled
+
+    can_flex = has_bf16 and here.compile
+    if hp.attention == "flex" and not can_flex:
+        raise UserError("--attention=flex: it trains only compiled, on a GPU with bfloat16 "
+                        "(NVIDIA: from Ampere on); give --attention=banded")
+    if can_flex and hp.attention != "banded":
+        here.attention = "flex"
+        padded_head = 1 << (hp.model_dim // hp.num_heads - 1).bit_length()  # Triton: powers of two
+        here.flex_options = choose_flex_options(torch.cuda.get_device_properties(here.device),
+                                                padded_head * here.dtype.itemsize)
+    return here
+
+
+def choose_dtype(name: str, has_bf16: bool) -> torch.dtype:
+    if name == "auto":
+        name = "bfloat16" if has_bf16 else "float32"
+    return getattr(torch, name)
+
+
+def why_not_compile(hp: Hyperparameters, device_type: str) -> str:
+    """Empty where torch.compile is to be used.
+
+    On a CPU it makes a step a fifth faster, after a minute of compiling: only long runs gain.
     """
+    if hp.compile == "no":
+        return "--compile=no"
+    missing = ""
+    if device_type == "mps":
+        missing = "there is no compiler for it"
+    elif device_type == "cpu":
+        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+            missing = "there is no C++ compiler (g++ or clang++) here"
+    elif torch.cuda.get_device_properties(0).major < 7:
+        missing = "there is no Triton for this GPU"
+    else:
+        try:
+            start_triton()
+        except (*FOREIGN_ERRORS, ImportError, subprocess.SubprocessError) as error:
+            missing = (f"Triton cannot start ({reason_of(error)}), which needs a C compiler and "
+                       f"Python.h (gcc, python3.{sys.version_info.minor}-dev)")
+    if missing and hp.compile == "yes":
+        raise UserError(f"--compile=yes: {missing}; install it, or give --compile=no")
+    flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
+    if not missing and hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
+        return "the run is too short for it to pay on a CPU"
+    return missing
+
+
+def start_triton() -> None:
+    """On its first GPU Triton builds a library in C, long before it is asked for a kernel."""
+    from triton.runtime import driver
+    driver.active.utils
+
+
+def head_choices(head_dim: int):
+    """Inductor's choices, but sums over a head in one pass: QK-norm's backward, 0.7 ms a step."""
+    from torch._inductor.choices import InductorChoices
+    usual = InductorChoices.should_use_persistent_reduction
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features, cooperative_reduction: bool) -> bool:
+            return features.reduction_numel == head_dim or usual(features, cooperative_reduction)
+
+        def uuid(self) -> str:  # for the key of Inductor's cache
+            return f"heads of {head_dim}"
+
+    return Choices()
+
+
+def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
+    """Settings of the process that precede everything else on the device."""
+    device = hardware.device
+    if device.type == "cuda":
+        with explained(f"GPU {device.index} cannot be used",
+                       "see nvidia-smi, install a PyTorch built for it, or give --device=cpu"):
+            torch.cuda.set_device(device)
+            torch.empty(1, device=device, requires_grad=True).backward()  # starts CUDA, autograd
+        torch.backends.cuda.enable_cudnn_sdp(False)  # an H100's first choice plans each length anew
+        config = torch._inductor.config
+        config.coordinate_descent_tuning = hp.tune_kernels
+        config.max_autotune_gemm = hp.tune_products
+        if hp.tune_products:  # silent: it would print a table and two lines for each product
+            config.autotune_num_choices_displayed = 0
+            select_algorithm = importlib.import_module("torch._inductor.select_algorithm")
+            select_algorithm._log_autotune_choices_stats = lambda name, timings: None
+        head_dim = hp.model_dim // hp.num_heads
+        config.inductor_choices_class = functools.partial(head_choices, head_dim)
+    elif device.type == "cpu":
+        torch.use_deterministic_algorithms(True)  # repeatable bit for bit; on CUDA it costs speed
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def choose_flex_options(gpu, head_bytes: int) -> dict | None:
+    """FlexAttention's tiles where Inductor's own, of about 386 × head_bytes, do not fit the GPU.
+
+    Square tiles in two stages hold 6 at most: keys, values, two pairs of queries and gradients.
+    ROCm does not report shared memory; Inductor's own tiles fit its 64 KiB.
+    """
+    shared_memory = getattr(gpu, "shared_memory_per_block_optin", 0)
+    if not shared_memory or shared_memory >= 386 * head_bytes:
+        return None
+    side = max(16, min(64, 2 ** int(math.log2(shared_memory / head_bytes / 6))))
+    names = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2",
+             "bwd_BLOCK_N2")
+    return dict.fromkeys(names, side) | dict(num_stages=2, num_warps=4)
+
+
+# ── memory: which sequences fit ───────────────────────────────────────────────────────────────────
+
+SEQUENCE_LENGTHS = ("sequence_tokens", "val_sequence_tokens")
+
+
+class Memory(NamedTuple):
+    """Bytes at the peak of a run."""
+    parameters: float   # with their gradients and the state of the optimizers
+    training: float     # activations of a training sequence
+    validation: float   # of a validation sequence: little more than its logits
+
+    @property
+    def peak(self) -> float:
+        return self.parameters + max(self.training, self.validation)
+
+
+def memory_needed(hp: Hyperparameters, hardware: Hardware) -> Memory:
+    """Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them."""
     itemsize = hardware.dtype.itemsize
     rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
     num_tables = len({table for table in hp.value_tables if table is not None})
@@ -2601,65 +2615,20 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> tuple[float, float
     num_suggestions = len(hp.copy_lengths) + (1 if hp.ngram_order else 0)
     suggestions = 4 * num_suggestions * (hp.padded_vocab + 1) * hp.model_dim    # a table, a gate
     matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
-    fixed = 5 * (embeddings + head + suggestions)   # weights, gradients twice, two moments
-    fixed += 3 * matrices                       # weights, gradients twice
-    fixed += matrices / hardware.world_size     # momentum, shared among the ranks
-    fixed += 3 * hp.ngram_tokens                # tables of n-grams
-    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim          # activations kept for the backward
+    parameters = 5 * (embeddings + head + suggestions)  # weights, gradients twice, two moments
+    parameters += 3 * matrices                          # weights, gradients twice
+    parameters += matrices / hardware.world_size        # momentum, shared among the ranks
+    parameters += 3 * hp.ngram_tokens                   # tables of n-grams
+    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim  # activations kept for the backward pass
     if hardware.attention == "banded" and hardware.device.type != "cpu":
         band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
-        per_layer += 3 * hp.num_heads * band                    # attention weights, three copies
-    logits = logit_bytes(hp, hardware)
+        per_layer += 3 * hp.num_heads * band            # attention weights, three copies
+    # logits: once where their loss is compiled, otherwise four copies in fp32
+    logits = hp.padded_vocab * (itemsize if hardware.compile else 16)
+    per_token = hp.num_layers * per_layer * itemsize + logits
     if hp.fp8_head:
-        logits += 2 * hp.padded_vocab           # the gradient in FP8 and its transpose
-    return fixed, hp.num_layers * per_layer * itemsize + logits
-
-
-def logit_bytes(hp: Hyperparameters, hardware: Hardware) -> int:
-    """Of a token's logits: once where their loss is compiled, otherwise four copies in fp32."""
-    return hp.padded_vocab * (hardware.dtype.itemsize if hardware.compile else 16)
-
-
-def peak_memory(hp: Hyperparameters, hardware: Hardware) -> float:
-    """Bytes that a run needs: for a step, or for longer sequences of validation.
-
-    A validation needs little more than the logits.
-    """
-    fixed, per_token = memory_needed(hp, hardware)
-    return fixed + max(hp.sequence_tokens * per_token,
-                       hp.val_sequence_tokens * logit_bytes(hp, hardware))
-
-
-def possible_sequences(hp: Hyperparameters, world_size: int) -> list[int]:
-    """Whole blocks, up to sequence_tokens, that divide a rank's part of the batch; ascending."""
-    if hp.batch_tokens % world_size:
-        return []
-    share = hp.batch_tokens // world_size
-    fewest = -(-share // hp.sequence_tokens)    # micro-steps
-    most = min(share // BLOCK, 2**16)
-    lengths = [share // count for count in range(fewest, most + 1) if share % count == 0]
-    if not hp.val_sequence_tokens:
-        lengths = [length for length in lengths
-                   if hp.val_tokens % length == 0 and hp.val_start % length == 0]
-    unit = math.lcm(BLOCK, hp.segment_tokens or 1)
-    return sorted(length for length in lengths if length % unit == 0)
-
-
-def fitting_sequences(hp: Hyperparameters, hardware: Hardware) -> list[int]:
-    """Of the possible lengths, those that fit the memory."""
-    fixed, per_token = memory_needed(hp, hardware)
-    return [length for length in possible_sequences(hp, hardware.world_size)
-            if fixed + length * per_token <= hardware.memory_bytes]
-
-
-def fitting_validation(hp: Hyperparameters, hardware: Hardware) -> int:
-    """val_sequence_tokens, halved until it fits the memory."""
-    fixed, _ = memory_needed(hp, hardware)
-    length = hp.val_sequence_tokens
-    while (fixed + length * logit_bytes(hp, hardware) > hardware.memory_bytes
-           and length % (2 * BLOCK) == 0):
-        length //= 2
-    return length
+        per_token += 2 * hp.padded_vocab                # the gradient in FP8 and its transpose
+    return Memory(parameters, hp.sequence_tokens * per_token, hp.val_sequence_tokens * logits)
 
 
 def usable_bytes(total_bytes: int) -> float:
@@ -2682,6 +2651,27 @@ def available_bytes(hardware: Hardware) -> float:
     return usable_bytes(room)
 
 
+def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str) -> int:
+    """sequence_tokens or val_sequence_tokens, shortened.
+
+    Until it divides what is cut into sequences, then by halves until the run fits the memory.
+    """
+    length = getattr(hp, name)
+    is_training = name == "sequence_tokens"
+    if is_training:
+        length = math.gcd(length, hp.batch_tokens // hardware.world_size)
+    if not is_training or not hp.val_sequence_tokens:
+        length = math.gcd(length, hp.val_tokens, hp.val_start)
+    unit = math.lcm(BLOCK, hp.segment_tokens or 1)
+    while length % (2 * unit) == 0:
+        memory = memory_needed(dataclasses.replace(hp, **{name: length}), hardware)
+        activations = memory.training if is_training else memory.validation
+        if memory.parameters + activations <= hardware.memory_bytes:
+            break
+        length //= 2
+    return length
+
+
 def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False) -> list[str]:
     """Shorten sequences that do not fit, and do without FP8 where there is none. Returns notes.
 
@@ -2690,35 +2680,27 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
     """
     notes = []
 
-    def may_change(name: str) -> bool:
-        return not keep and hp.origins.get(name) != "command line"
-
     def change(name: str, value, reason: str) -> None:
-        if value != getattr(hp, name):
-            notes.append(f"{name}={value} instead of {getattr(hp, name)}: {reason}")
-            setattr(hp, name, value)
-            hp.origins[name] = "hardware"
+        notes.append(f"{name}={value} instead of {getattr(hp, name)}: {reason}")
+        setattr(hp, name, value)
+        hp.origins[name] = "hardware"
 
+    may_change = [name for name, origin in hp.origins.items()
+                  if origin != "command line" and not keep]
     if hp.fp8_head and not hardware.has_fp8:
-        if may_change("fp8_head"):
+        if "fp8_head" in may_change:
             change("fp8_head", False, "there is no FP8 here")
         elif hardware.device.type != "cpu":  # which computes it, slowly
             raise UserError("--fp8_head=true: this device has no FP8, which takes compute "
                             "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false")
     hardware.memory_bytes = available_bytes(hardware)
-    common = math.gcd(hp.val_sequence_tokens, hp.val_tokens, hp.val_start)
-    if hp.val_sequence_tokens and common % BLOCK == 0 and may_change("val_sequence_tokens"):
-        change("val_sequence_tokens", common, "it divides val_tokens and val_start")
-        change("val_sequence_tokens", fitting_validation(hp, hardware), "it fits the memory")
-    if may_change("sequence_tokens"):
-        lengths = possible_sequences(hp, hardware.world_size)
-        if lengths:
-            fitting = max(fitting_sequences(hp, hardware), default=min(lengths))
-            change("sequence_tokens", max(lengths), "it divides the batch of a rank")
-            change("sequence_tokens", fitting, "it fits the memory best")
-        else:  # check_sequences or micro_steps says what is wrong with the batch
-            hp.sequence_tokens = min(hp.sequence_tokens, max(1, hp.batch_tokens // BLOCK) * BLOCK)
-    needed = peak_memory(hp, hardware)
+    for name in SEQUENCE_LENGTHS:
+        if name in may_change and getattr(hp, name):
+            length = fitting_length(hp, hardware, name)
+            # what is no whole number of blocks is refused by check_sequences, with the reason
+            if length != getattr(hp, name) and length % BLOCK == 0:
+                change(name, length, "it divides what is cut into sequences, and fits the memory")
+    needed = memory_needed(hp, hardware).peak
     if needed > hardware.memory_bytes:
         notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
                      f"{hardware.memory_bytes / 2**30:.1f}; {less_memory(hp, hardware)}")
@@ -2726,15 +2708,19 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
 
 
 def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
-    """The remedy where memory is short."""
-    _, per_token = memory_needed(hp, hardware)
-    if hp.val_sequence_tokens * logit_bytes(hp, hardware) > hp.sequence_tokens * per_token:
-        return f"give --val_sequence_tokens={fitting_validation(hp, hardware)}"
-    shorter = [length for length in fitting_sequences(hp, hardware) if length < hp.sequence_tokens]
-    if not shorter:
-        return "lower --model_dim or --num_layers"
-    return f"give --sequence_tokens={max(shorter)}: more micro-steps of the same batch"
+    """The remedy where memory is short: the next shorter length that may fit."""
+    memory = memory_needed(hp, hardware)
+    name = "val_sequence_tokens" if memory.validation > memory.training else "sequence_tokens"
+    half = getattr(hp, name) // 2
+    length = fitting_length(dataclasses.replace(hp, **{name: half}), hardware, name)
+    memory = memory_needed(dataclasses.replace(hp, **{name: length}), hardware)
+    is_possible = length % math.lcm(BLOCK, hp.segment_tokens or 1) == 0
+    if is_possible and memory.peak <= hardware.memory_bytes:
+        return f"give --{name}={length}"
+    return "lower --model_dim or --num_layers"
 
+
+# ── data: shards, token budget, manifests ─────────────────────────────────────────────────────────
 
 def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
     """Open all shards; refuse what would fail in the middle of the run."""
@@ -2749,12 +2735,26 @@ def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
     return Data(train, val, bytes_per_token, train_hashes | val_hashes)
 
 
+def micro_steps(hp: Hyperparameters, hardware: Hardware) -> int:
+    """Forward passes of a rank per step: fewer ranks take more, and the batch stays the same."""
+    unit = hardware.world_size * hp.sequence_tokens
+    if hp.batch_tokens % unit:
+        raise UserError(f"--batch_tokens={hp.batch_tokens}: expected a multiple of ranks × "
+                        f"sequence_tokens = {hardware.world_size} × {hp.sequence_tokens}; the "
+                        f"nearest is --batch_tokens={nearest_multiple(hp.batch_tokens, unit)}")
+    return hp.batch_tokens // unit
+
+
+def nearest_multiple(number: int, unit: int) -> int:
+    return max(round(number / unit), 1) * unit
+
+
 def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
     loader = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
                     rank=hardware.rank, world_size=hardware.world_size, device=hardware.device,
                     vocab_size=hp.vocab_size, epochs=hp.epochs, seed=hp.seed,
                     document_token=hp.document_token, align_documents=hp.align_documents,
-                    num_batches=hp.num_steps)
+                    num_batches=hp.num_steps, share=1 - hp.ngram_share)
     check_budget(hp, loader, hp.num_steps, "num_steps", 1)
     return loader
 
@@ -2974,9 +2974,6 @@ def check_types(hp: Hyperparameters) -> None:
             raise UserError(f"{field.name} = {value!r}: expected {KINDS[field.type]}")
 
 
-SEQUENCE_LENGTHS = ("sequence_tokens", "val_sequence_tokens")
-
-
 def need(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
     if not holds:
         raise UserError(f"--{name}={getattr(hp, name)}: expected {expected}")
@@ -2985,8 +2982,10 @@ def need(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
 def validate(hp: Hyperparameters) -> None:
     """Refuse impossible values and combinations, each in one sentence."""
     check_types(hp)
-    for name, lowest in AT_LEAST.items():
-        need(hp, getattr(hp, name) >= lowest, name, f"at least {lowest}")
+    for field in dataclasses.fields(hp):
+        if field.type in (int, float):
+            lowest = AT_LEAST.get(field.name, 0)
+            need(hp, getattr(hp, field.name) >= lowest, field.name, f"at least {lowest}")
     for name, highest in AT_MOST.items():
         need(hp, getattr(hp, name) <= highest, name, f"at most {highest}")
     for name, choices in CHOICES.items():
@@ -3036,6 +3035,9 @@ def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS) -> Non
              f"{nearest_multiple(hp.batch_tokens, sequence)}")
         need(hp, sequence % (hp.segment_tokens or 1) == 0, "segment_tokens",
              f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
+    else:
+        need(hp, hp.batch_tokens % BLOCK == 0, "batch_tokens",
+             f"a multiple of {BLOCK}; the nearest is {nearest_multiple(hp.batch_tokens, BLOCK)}")
     of_validation = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
     if of_validation in names:
         unit = getattr(hp, of_validation)
@@ -3067,10 +3069,14 @@ def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
 
 
 def print_error(error: UserError | str) -> int:
-    """Print the error as one line. What all ranks would say alike, the first rank says."""
-    if isinstance(error, SharedError) and os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(60)  # torchrun ends this rank as soon as the first one has printed and left
+    """Print the error as one line, and return the exit code.
+
+    Most errors are the same on all ranks. Rank 0 of a machine prints first, and torchrun then ends
+    the others while they wait.
+    """
     rank = os.environ.get("RANK", "0")
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)
     where = "error" if rank == "0" else f"error on rank {rank}"
     print(f"{where}: {error}", file=sys.stderr, flush=True)
     return 2
@@ -3097,8 +3103,7 @@ def main(arguments: list[str]) -> int:
         if {"--help", "-h"} & set(arguments):
             build_parser(resolve({})).print_help()
             return 0
-        with shared_errors():
-            hp, run = prepare_run(parse_options(arguments))
+        hp, run = prepare_run(parse_options(arguments))
         if hp.show:
             show(hp)
             return 0
@@ -3107,10 +3112,9 @@ def main(arguments: list[str]) -> int:
         if hp.checkpoint:
             code = use_model(hp, hardware)
         else:
-            with shared_errors():
-                notes = fit_to_hardware(hp, hardware, keep=run.checkpoint is not None)
-                check_sequences(hp)
-                data = open_data(hp, hardware)
+            notes = fit_to_hardware(hp, hardware, keep=run.checkpoint is not None)
+            check_sequences(hp)
+            data = open_data(hp, hardware)
             run = run._replace(notes=(*run.notes, *notes))
             code = train(hp, hardware, data, run)
         return code

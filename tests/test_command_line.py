@@ -40,7 +40,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Hyperparameters)}
 DEFAULTS = {name: field.default for name, field in FIELDS.items()}
 # What only says where a run computes and what it writes.
 UNSTATED = {"preset", *MAY_CHANGE_ON_RESUME} - {"target_loss", "val_every", "tune_kernels",
-                                                "tune_products", "combo_kernels"}
+                                                "tune_products"}
 
 
 def assert_one_sentence(message: str) -> None:

@@ -78,8 +78,8 @@ def fitted(*arguments: str) -> tuple[train_gpt.Hyperparameters, str]:
 @pytest.mark.parametrize("preset, gigabytes, tokens, val_tokens", [
     ("2025-01-04", 80, 65536, 0), ("2025-01-04", 40, 65536, 0), ("2025-01-04", 24, 32768, 0),
     ("2025-01-04", 12, 8192, 0), ("2025-01-04", 8, 4096, 0), ("h100", 80, 49152, 262144),
-    ("h100", 40, 49152, 262144), ("h100", 24, 24576, 131072), ("h100", 12, 8192, 65536),
-    ("h100", 8, 4096, 16384)])
+    ("h100", 40, 49152, 262144), ("h100", 24, 24576, 131072), ("h100", 12, 6144, 65536),
+    ("h100", 8, 3072, 16384)])
 def test_sequences_are_as_long_as_fits(cards, preset, gigabytes, tokens, val_tokens):
     cards(gigabytes)
     wanted = parse_command_line([f"--preset={preset}"])
@@ -130,7 +130,8 @@ def test_fp8_keeps_the_gradient_of_the_logits_twice(cards):
     per_token = {}
     for fp8 in ("true", "false"):
         hp = train_gpt.parse_command_line(["--preset=h100", f"--fp8_head={fp8}"])
-        _, per_token[fp8] = train_gpt.memory_needed(hp, train_gpt.find_hardware(hp))
+        memory = memory_needed(hp, train_gpt.find_hardware(hp))
+        per_token[fp8] = memory.training / hp.sequence_tokens
     assert per_token["true"] - per_token["false"] == 2 * 50304
 
 
@@ -154,23 +155,21 @@ def test_ranks_that_do_not_divide_the_batch_are_what_is_said(cards, monkeypatch)
                                         "--batch_tokens=589824"):
         train_gpt.micro_steps(hp, find_hardware(hp))
     assert fitted("--preset=2025-01-04", "--batch_tokens=589824")[0].sequence_tokens == 32768
-    assert fitted("--preset=h100")[0].sequence_tokens == 32768, "a part of 131,072"
+    assert fitted("--preset=h100")[0].sequence_tokens == 16384, "a part of 131,072"
 
 
 @pytest.mark.parametrize("batch_tokens", [128, 1000, 5000, 300_000])
 def test_a_batch_that_no_sequence_divides_is_what_is_said(cards, batch_tokens):
     """The user typed it, and not the sequence. Who follows the advice is accepted."""
     cards(80)
+    if batch_tokens % BLOCK:
+        with pytest.raises(UserError, match=f"--batch_tokens={batch_tokens}: ") as caught:
+            fitted("--preset=h100", f"--batch_tokens={batch_tokens}")
+        advice = re.search(r"the nearest is (\d+)$", str(caught.value))
+        assert abs(int(advice[1]) - batch_tokens) <= BLOCK
+        batch_tokens = int(advice[1])
     hp, _ = fitted("--preset=h100", f"--batch_tokens={batch_tokens}")
-    if batch_tokens % BLOCK == 0:
-        train_gpt.check_sequences(hp)
-        return
-    with pytest.raises(UserError, match=f"--batch_tokens={batch_tokens}: ") as caught:
-        train_gpt.check_sequences(hp)
-    advice = re.search(r"the nearest is (\d+)$", str(caught.value))
-    hp, _ = fitted("--preset=h100", f"--batch_tokens={advice[1]}")
     train_gpt.check_sequences(hp)
-    assert abs(int(advice[1]) - batch_tokens) <= batch_tokens / 2
 
 
 def test_without_a_gpu_the_memory_of_the_machine_decides(host_memory):
@@ -190,7 +189,7 @@ def test_a_typed_sequence_that_does_not_fit_is_only_warned_about(cards):
     hp, warning = fitted("--preset=h100", "--sequence_tokens=49152")
     assert hp.sequence_tokens == 49152
     assert re.fullmatch(r"warning: a step needs about \d\d\.\d GiB and there are 20\.6; give "
-                        r"--sequence_tokens=24576: more micro-steps of the same batch", warning)
+                        r"--sequence_tokens=24576", warning)
     hp, warning = fitted("--preset=h100", "--sequence_tokens=16384")
     assert (hp.sequence_tokens, warning) == (16384, "")
 
@@ -203,7 +202,7 @@ def test_out_of_memory_on_one_gpu_names_a_shorter_sequence(cards):
     fit_to_hardware(hp, hardware)
     cards(80, free=0)
     hp.val_sequence_tokens = 49152
-    assert train_gpt.less_memory(hp, hardware).startswith("give --sequence_tokens=32768: ")
+    assert train_gpt.less_memory(hp, hardware) == "give --sequence_tokens=24576"
 
 
 def test_the_tokens_of_validation_that_are_no_blocks_are_what_is_said(cards):
@@ -233,17 +232,18 @@ def test_a_huge_batch_is_divided_in_no_time(cards):
 def test_what_fits_at_no_length_is_tried_at_the_shortest_with_a_warning(cards):
     cards(4)
     hp, warning = fitted("--preset=h100")
-    assert hp.sequence_tokens == BLOCK
+    assert hp.sequence_tokens == 3 * BLOCK
     assert re.fullmatch(r"warning: a step needs about 3\.\d GiB and there are 2\.6; lower "
                         "--model_dim or --num_layers", warning)
 
 
 def test_the_warning_is_in_the_log_and_the_run_goes_on(data, capsys, monkeypatch, host_memory):
     host_memory(1)
-    monkeypatch.setattr(train_gpt, "memory_needed", lambda hp, hardware: (0.0, GIB / 128))
+    monkeypatch.setattr(train_gpt, "memory_needed", lambda hp, hardware: train_gpt.Memory(
+        0.0, hp.sequence_tokens * GIB / 128, 0.0))
     assert train_gpt.main([*TINY, *data, "--run_id=warned"]) == 0
     sentence = ("warning: a step needs about 2.0 GiB and there are 1.0; give "
-                "--sequence_tokens=128: more micro-steps of the same batch")
+                "--sequence_tokens=128")
     assert sentence in capsys.readouterr().out.splitlines()
 
 
@@ -264,7 +264,7 @@ def test_long_sequences_of_validation_are_counted_too(cards):
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
                                    MemoryError()])
 @pytest.mark.parametrize("sequence, remedy", [
-    (256, "give --sequence_tokens=128: more micro-steps of the same batch"),
+    (256, "give --sequence_tokens=128"),
     (128, "lower --model_dim or --num_layers")])
 def test_running_out_of_memory_is_one_sentence(data, capsys, monkeypatch, tmp_path, error, sequence,
                                                remedy):
@@ -315,7 +315,7 @@ def test_the_memory_of_weights_and_optimizers_is_that_of_the_model(preset, dtype
         hardware = Hardware(world_size=world_size, dtype=dtype)
         expected = 5 * (groups["embed"] + groups["head"])
         expected += (3 + 1 / world_size) * groups["muon"] + 3 * hp.ngram_tokens
-        fixed, _ = memory_needed(hp, hardware)
+        fixed = memory_needed(hp, hardware).parameters
         assert fixed == pytest.approx(expected, rel=1e-9)
         assert groups["scalar"] < 1e-4 * fixed, "too few to count"
 
@@ -326,9 +326,9 @@ def test_embeddings_in_float32_take_as_many_bytes_as_they_have(preset):
     with torch.device("meta"):
         model = train_gpt.GPT(hp, BF16)
     embeddings = bytes_of([model.embed.weight, *model.value_embeds.parameters()])
-    more, _ = memory_needed(hp, Hardware(dtype=BF16))
-    less, _ = memory_needed(hyperparameters(preset), Hardware(dtype=BF16))
-    assert more - less == 5 * embeddings / 2
+    more = memory_needed(hp, Hardware(dtype=BF16))
+    less = memory_needed(hyperparameters(preset), Hardware(dtype=BF16))
+    assert more.parameters - less.parameters == 5 * embeddings / 2
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -350,8 +350,7 @@ def test_activations_are_more_than_what_the_backward_pass_keeps(tiny, dtype):
         loss = model(tokens[:-1].int(), tokens[1:], window)
     assert loss.isfinite()
     saved = sum(size for pointer, size in kept.items() if pointer not in own)
-    _, per_token = memory_needed(hp, Hardware(dtype=dtype))
-    assert 0.5 * saved < per_token * hp.sequence_tokens < 4 * saved
+    assert 0.5 * saved < memory_needed(hp, Hardware(dtype=dtype)).training < 4 * saved
 
 
 # ---- FP8 ----

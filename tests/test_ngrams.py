@@ -119,12 +119,15 @@ def test_without_a_count_every_token_is_as_likely():
 
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=3), st.integers(0, 20),
-       st.sampled_from([0, 128]), st.integers(1, 2), st.integers(0, 5000))
-def test_what_is_counted_is_in_no_batch(tmp_path_factory, sizes, steps, segment, epochs, limit):
+       st.sampled_from([0, 128]), st.integers(1, 2), st.integers(0, 9000),
+       st.sampled_from([1.0, 0.5]))
+def test_what_is_counted_is_in_no_batch(tmp_path_factory, sizes, steps, segment, epochs, limit,
+                                        share):
     folder = tmp_path_factory.mktemp("unused")
     for number, size in enumerate(sizes):
         write_shard(folder / f"{number}.bin", np.arange(size))
-    loader = Loader(f"{folder}/*.bin", 256, 256, segment_tokens=segment, epochs=epochs, seed=1)
+    loader = Loader(f"{folder}/*.bin", 256, 256, segment_tokens=segment, epochs=epochs, seed=1,
+                    share=share)
     steps = min(steps, len(loader))
     read = {(loader.locate(index)[0].path, token)
             for index in range(steps) for token in loader.read(index).flatten().tolist()}
@@ -135,6 +138,8 @@ def test_what_is_counted_is_in_no_batch(tmp_path_factory, sizes, steps, segment,
     assert not read & set(counted)
     if limit >= sum(sizes) and not steps:
         assert len(counted) >= sum(sizes) - 6 * len(sizes)  # nearly all: ends of lanes
+    if limit >= sum(sizes):
+        assert len(counted) >= (1 - share) * sum(sizes) - 6 * len(sizes)
 
 
 # ---- what followed before ----
@@ -160,7 +165,7 @@ def test_every_part_of_the_model_learns(tmp_path):
     """After two steps no parameter is where it was, and the gates have opened."""
     hp = train_gpt.parse_command_line([*TINY, *NGRAMS, *make_data(tmp_path)])
     trainer = make_trainer(hp)
-    trainer.model.ngrams.count(trainer.data.train, hp.num_steps, hp.ngram_tokens)
+    trainer.model.suggestions.ngrams.count(trainer.data.train, hp.num_steps, hp.ngram_tokens)
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     train_steps(trainer, 3)
     for name, p in trainer.model.named_parameters():
@@ -207,9 +212,9 @@ def test_ranks_have_the_same_tables(whole):
 def test_a_saved_model_has_its_tables(whole):
     state = train_gpt.read_checkpoint(whole.folder / "model.pt")
     model = train_gpt.load_model(str(whole.folder), train_gpt.Hardware())
-    assert len(model.ngrams.contexts_3) > 500
-    for name, tensor in state["model"]["ngrams._extra_state"].items():
-        assert torch.equal(getattr(model.ngrams, name), tensor)
+    assert len(model.suggestions.ngrams.contexts_3) > 500
+    for name, tensor in state["model"]["suggestions.ngrams._extra_state"].items():
+        assert torch.equal(getattr(model.suggestions.ngrams, name), tensor)
     process = run([f"--checkpoint={whole.folder}", "--sample_tokens=5"])
     assert process.returncode == 0, process.stderr
 
@@ -217,11 +222,12 @@ def test_a_saved_model_has_its_tables(whole):
 def test_compiled_it_computes_the_same(tmp_path):
     hp = train_gpt.parse_command_line([*TINY, *NGRAMS, *make_data(tmp_path)])
     trainer = make_trainer(hp)
-    trainer.model.ngrams.count(trainer.data.train, hp.num_steps, hp.ngram_tokens)
-    compiled = torch.compile(trainer.model.ngrams, dynamic=False, fullgraph=True, backend="eager")
+    trainer.model.suggestions.ngrams.count(trainer.data.train, hp.num_steps, hp.ngram_tokens)
+    ngrams = trainer.model.suggestions.ngrams
+    compiled = torch.compile(ngrams, dynamic=False, fullgraph=True, backend="eager")
     inputs = torch.arange(256) % 60
     documents = torch.zeros(256)
-    assert torch.equal(compiled(inputs, documents), trainer.model.ngrams(inputs, documents))
+    assert torch.equal(compiled(inputs, documents), ngrams(inputs, documents))
     assert len(train_steps(trainer, 2)) == 2
 
 
@@ -237,8 +243,12 @@ def test_what_cannot_be_counted(options, sentence):
 
 
 def test_a_text_that_is_used_up_leaves_nothing_to_count(tmp_path):
-    """The tables then say nothing, and the run trains as without them."""
-    data = make_data(tmp_path, tokens=1200)
-    process = run([*TINY, *NGRAMS, *data, "--batch_tokens=256", "--num_steps=80", "--epochs=10"])
+    """The tables then say nothing, and the run trains as without them; or a part is set aside."""
+    data = make_data(tmp_path, tokens=1027)
+    options = [*TINY, *NGRAMS, *data, "--batch_tokens=256", "--num_steps=80"]
+    process = run([*options, "--epochs=10"])
     assert process.returncode == 0, process.stderr
     assert "counted n-grams in 0 tokens" in process.stdout
+    process = run([*options, "--epochs=20", "--ngram_share=0.5"])
+    assert process.returncode == 0, process.stderr
+    assert "counted n-grams in 1,024 tokens" in process.stdout

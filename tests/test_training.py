@@ -195,7 +195,8 @@ def test_runs_repeat_bit_for_bit_with_a_seed_and_differ_with_another(data):
 
 def test_compiled_training_is_the_same_has_one_graph_and_never_recompiles(data):
     """fullgraph=True refuses a graph break; the window grows and validation comes in between."""
-    arguments = [*TINY, *data, "--num_steps=6", "--val_every=2", "--num_layers=2", "--model_dim=64"]
+    arguments = [*TINY, *data, "--num_steps=6", "--val_every=2", "--num_layers=2", "--model_dim=64",
+                 "--ngram_order=2", "--copy_lengths=(3,)"]
     eager, compiled = (trained([*arguments, f"--compile={choice}"], f"compile_{choice}",
                                timeout=3600) for choice in ("no", "yes"))
     # Gradients agree to 1e-6; Adam's first steps are as large as the rate, even from rounding.

@@ -44,8 +44,8 @@ def free_bytes(hardware: Hardware) -> tuple[int | None, str]:
 
 
 def check_memory(hp: Hyperparameters, hardware: Hardware) -> str:
-    fixed, _ = train_gpt.memory_needed(hp, hardware)
-    needed = train_gpt.peak_memory(hp, hardware)
+    memory = train_gpt.memory_needed(hp, hardware)
+    needed = memory.peak
     free, name = free_bytes(hardware)
     if free is None:
         return f"about {needed / GIB:.1f} GiB needed; this system does not say how much is free"
@@ -53,8 +53,8 @@ def check_memory(hp: Hyperparameters, hardware: Hardware) -> str:
         raise UserError(f"{name}: about {needed / GIB:.1f} GiB needed and {free / GIB:.1f} free; "
                         f"{train_gpt.less_memory(hp, hardware)}")
     return (f"{name}, about {needed / GIB:.1f} GiB needed of {free / GIB:.1f} free: "
-            f"{fixed / GIB:.1f} of parameters, gradients and optimizers, "
-            f"{(needed - fixed) / GIB:.1f} of activations")
+            f"{memory.parameters / GIB:.1f} of parameters, gradients and optimizers, "
+            f"{(needed - memory.parameters) / GIB:.1f} of activations")
 
 
 def longest_sequences(hp: Hyperparameters, hardware: Hardware) -> str:
@@ -64,8 +64,11 @@ def longest_sequences(hp: Hyperparameters, hardware: Hardware) -> str:
     found = []
     for size in (80, 40, 24, 12, 8):
         gpu.memory_bytes = train_gpt.usable_bytes(size * GIB)
-        fitting = train_gpt.fitting_sequences(hp, gpu)
-        found.append(f"{size} GB: {max(fitting):,}" if fitting else f"{size} GB: none")
+        fitted = replace(hp)
+        for name in train_gpt.SEQUENCE_LENGTHS:
+            setattr(fitted, name, train_gpt.fitting_length(fitted, gpu, name))
+        fits = train_gpt.memory_needed(fitted, gpu).peak <= gpu.memory_bytes
+        found.append(f"{size} GB: {fitted.sequence_tokens:,}" if fits else f"{size} GB: none")
     return f"tokens per sequence on GPUs of {', '.join(found)}"
 
 
@@ -282,15 +285,13 @@ def run_checks(hp: Hyperparameters, hardware: Hardware) -> bool:
 def main(arguments: list[str]) -> int:
     finished = False
     try:
-        with train_gpt.shared_errors():
-            hp = train_gpt.parse_command_line(arguments)
+        hp = train_gpt.parse_command_line(arguments)
         hardware = train_gpt.find_hardware(hp)
         wanted = replace(hp)
         # Tuning kernels takes minutes, also for a small step.
         train_gpt.prepare_device(replace(hp, tune_kernels=False), hardware)
-        with train_gpt.shared_errors():
-            notes = train_gpt.fit_to_hardware(hp, hardware)
-            train_gpt.check_sequences(hp)
+        notes = train_gpt.fit_to_hardware(hp, hardware)
+        train_gpt.check_sequences(hp)
         train_gpt.join_group(hardware)
         passed = run_checks(hp, hardware)
         if hardware.rank == 0:

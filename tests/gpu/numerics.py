@@ -144,8 +144,6 @@ def check_muon(dtype: str) -> None:
 
 
 def main(what: str) -> None:
-    torch._inductor.config.combo_kernels = True  # as train_gpt.prepare_device does
-    torch._inductor.config.combo_kernels_pointwise_only = True
     if what == "cut":
         check_cut()
     else:

@@ -57,5 +57,5 @@ def window_changes(trainer: train_gpt.Trainer) -> list[int]:
 
 def estimated_memory(trainer: train_gpt.Trainer) -> tuple[float, float]:
     """(bytes of parameters, gradients and optimizers; bytes in all), as the trainer estimates."""
-    state, _ = train_gpt.memory_needed(trainer.hp, trainer.hardware)
-    return state, train_gpt.peak_memory(trainer.hp, trainer.hardware)
+    memory = train_gpt.memory_needed(trainer.hp, trainer.hardware)
+    return memory.parameters, memory.peak
