@@ -100,7 +100,7 @@ launch() {
         cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"  # Linux, macOS
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(( (cores - 1) / processes + 1 ))}"
     fi
-    export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"  # no stack traces of lost connections
+    export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"  # no traces of lost connections
     # a signal gives the ranks 120 s to finish the step and save
     exec "$python" - --nproc_per_node="$processes" --max-restarts="${MAX_RESTARTS:-0}" \
         --shutdown-timeout=120 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@" <<'PY'
