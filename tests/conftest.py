@@ -41,6 +41,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes minutes; only with --slow, before a record")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """One more than there are cores: many tests wait for other processes."""
+    return min(os.cpu_count() + 1, 4)
+
+
 def pytest_collection_modifyitems(config, items):
     longest_first = ("gpu", "test_training.py", "test_faults.py", "test_check.py", "test_launch.py")
     items.sort(key=lambda item: not {item.path.parent.name, item.path.name} & {*longest_first})
