@@ -776,7 +776,26 @@ class BandedAttention(torch.autograd.Function):
 
 def norm(x: Tensor, eps: float = 0.0) -> Tensor:
     """eps=0: that of the number type."""
-    return F.rms_norm(x, (x.size(-1),), eps=eps or None)
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype == torch.bfloat16:
+        return F.rms_norm(x, (x.size(-1),), eps=eps or None)
+    return RMSNorm.apply(x, eps or torch.finfo(x.dtype).eps)
+
+
+class RMSNorm(torch.autograd.Function):
+    """On the CPU, where PyTorch has no kernel for it: 0.62 of autograd's time."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float) -> Tensor:
+        factor = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+        y = x * factor
+        ctx.save_for_backward(y, factor)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        y, factor = ctx.saved_tensors
+        along_y = (grad * y).mean(dim=-1, keepdim=True)
+        return torch.addcmul(grad, y, along_y, value=-1).mul_(factor), None
 
 
 class Linear(nn.Linear):
@@ -852,9 +871,27 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         cos = self.cos[:x.size(0)]
         sin = self.sin[:x.size(0)]
+        if not torch.compiler.is_compiling():
+            both_cos = torch.cat((cos, cos), dim=-1)
+            both_sin = torch.cat((sin, -sin), dim=-1)
+            return Rotate.apply(x.to(cos.dtype), both_cos, both_sin).type_as(x)
         first, second = x.to(cos.dtype).chunk(2, dim=-1)
         rotated = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
         return rotated.type_as(x)
+
+
+class Rotate(torch.autograd.Function):
+    """Whole heads at a time, and the gradient rotated back: 0.35 of autograd's time on the CPU."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return (x * cos).addcmul_(x.roll(x.size(-1) // 2, dims=-1), sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        cos, sin = ctx.saved_tensors
+        return Rotate.apply(grad, cos, -sin), None, None
 
 
 class Attention(nn.Module):
@@ -947,7 +984,8 @@ class NGrams(nn.Module):
     often a token follows them; the others count how many longer contexts it follows.
 
     The table of an order has its contexts, sorted, as integers of 9 bits a token; for each of them
-    where its successors start; and the successors with their chances, the most frequent first.
+    where its successors start; and the successors with their chances, the most frequent first. Both
+    end in MOST_SUCCESSORS zeros, so that as many can be read from any start.
     """
     MOST_SUCCESSORS = 32    # of a context that are kept
 
@@ -959,8 +997,8 @@ class NGrams(nn.Module):
         for n in range(1, order + 1):
             self.set_table(n, contexts=torch.full((1,), -1),  # which is none
                            starts=torch.zeros(2, dtype=torch.int32),
-                           successors=torch.zeros(1, dtype=torch.int16),
-                           chances=torch.zeros(1, dtype=torch.float16))
+                           successors=torch.zeros(self.MOST_SUCCESSORS, dtype=torch.int16),
+                           chances=torch.zeros(self.MOST_SUCCESSORS, dtype=torch.float16))
 
     def set_table(self, n: int, **table: Tensor) -> None:
         self.set_extra_state({f"{name}_{n}": tensor for name, tensor in table.items()})
@@ -977,24 +1015,29 @@ class NGrams(nn.Module):
     def forward(self, inputs: Tensor, documents: Tensor) -> Tensor:
         """The chances of every token after each input: [tokens, vocabulary]."""
         tokens = len(inputs)
-        total = self.unigrams.expand(tokens, -1)
-        context = torch.zeros_like(inputs, dtype=torch.int64)
+        total = self.unigrams.new_zeros(tokens, len(self.unigrams))
+        left_over = total.new_ones(tokens, 1)  # by all longer contexts
         numbers = torch.arange(self.MOST_SUCCESSORS, device=inputs.device)
-        for n in range(1, self.order + 1):
+        context = torch.zeros_like(inputs, dtype=torch.int64)
+        for back in range(self.order):
+            context = context << 9 | F.pad(inputs, (back, 0))[:tokens]
+        for n in range(self.order, 0, -1):
             contexts, starts, successors, chances = (
                 getattr(self, f"{name}_{n}")
                 for name in ("contexts", "starts", "successors", "chances"))
-            context = context << 9 | F.pad(inputs, (n - 1, 0))[:tokens]  # with one token more
             in_document = documents == F.pad(documents, (n - 1, 0), value=-1)[:tokens]
             row = torch.searchsorted(contexts, context).clamp(max=len(contexts) - 1)
             found = in_document & (contexts[row] == context)
-            entry = starts[row][:, None] + numbers
-            exists = found[:, None] & (entry < starts[row + 1][:, None])
-            entry = entry.clamp(max=len(successors) - 1)
-            chance = torch.where(exists, chances[entry].to(total.dtype), 0.0)
-            left_over = (1 - chance.sum(dim=1, keepdim=True)).clamp(min=1e-4)
-            total = (total * left_over).scatter_add(1, successors[entry].long(), chance)
-        return total
+            start = starts[row]
+            length = torch.where(found, starts[row + 1] - start, 0)
+            # Rows of overlapping views: 0.19 of the time of an index for every entry.
+            successor, chance = (entries.unfold(0, self.MOST_SUCCESSORS, 1).index_select(0, start)
+                                 for entries in (successors, chances))
+            chance = torch.where(numbers < length[:, None], chance.to(total.dtype), 0.0)
+            total.scatter_add_(1, successor.long(), left_over * chance)
+            left_over = left_over * (1 - chance.sum(dim=1, keepdim=True)).clamp(min=1e-4)
+            context = context >> 9  # without the oldest token
+        return total.addcmul_(left_over, self.unigrams)
 
     def count(self, loader: Loader, num_batches: int, limit: int) -> int:
         """Fill the tables from what the batches do not read. Returns the number of tokens."""
@@ -1040,10 +1083,12 @@ class NGrams(nn.Module):
         chances = (counts - discounts(counts)) / totals[row]
         kept = np.arange(len(pairs)) - starts[row] < self.MOST_SUCCESSORS
         starts = np.cumsum(np.minimum(num_successors, self.MOST_SUCCESSORS))
+        successors = torch.from_numpy((pairs[kept] & 511).astype(np.int16))
+        chances = torch.from_numpy(chances[kept].astype(np.float16))
+        zeros = (0, self.MOST_SUCCESSORS)
         return dict(contexts=torch.from_numpy(contexts),
                     starts=torch.from_numpy(np.append(0, starts).astype(np.int32)),
-                    successors=torch.from_numpy((pairs[kept] & 511).astype(np.int16)),
-                    chances=torch.from_numpy(chances[kept].astype(np.float16)))
+                    successors=F.pad(successors, zeros), chances=F.pad(chances, zeros))
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
