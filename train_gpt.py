@@ -1324,8 +1324,8 @@ class Muon(torch.optim.Optimizer):
 
     Works on any number of ranks, or without a process group. Parameters are grouped by size, the
     largest first, and each rank orthogonalizes its share of a group. An asynchronous all-gather
-    exchanges the updates while the next group is computed, the last one during `meanwhile`: no
-    update is applied before all gathers have begun. A rank keeps the momentum of its own parameters
+    exchanges the updates while the next group is computed. Between start_updates and
+    finish_updates there is time for other work. A rank keeps the momentum of its own parameters
     only.
     """
 
@@ -1363,15 +1363,21 @@ class Muon(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in self.own(group)]
 
     @torch.no_grad()
-    def step(self, meanwhile=lambda: None) -> None:
-        """`meanwhile` is called while the updates travel.
+    def start_updates(self) -> list[tuple]:
+        """Compute this rank's updates and start to gather those of all ranks."""
+        return [(group, *self.gather(self.updates(group), group)) for group in self.param_groups]
 
-        It may return a tensor: where that is above zero, the updates change no parameter.
-        """
-        gathers = [(group, *self.gather(self.updates(group), group)) for group in self.param_groups]
-        found_inf = meanwhile()
-        for group, updates, handle in gathers:
-            self.apply(group, updates, handle, found_inf)
+    @torch.no_grad()
+    def finish_updates(self, started: list[tuple], found_inf: Tensor | None = None) -> None:
+        """Apply what start_updates returned; found_inf above zero: no parameter changes."""
+        for group, updates, handle in started:
+            if handle:
+                handle.wait()
+            rate = self.as_tensor(group["lr"], group["params"][0])
+            self.apply_updates(group["params"], updates, rate, group["weight_decay"], found_inf)
+
+    def step(self) -> None:
+        self.finish_updates(self.start_updates())
 
     def updates(self, group: dict) -> Tensor | None:
         own = self.own(group)
@@ -1395,12 +1401,6 @@ class Muon(torch.optim.Optimizer):
             own[:len(updates)] = updates
         everyone = own.new_empty(self.world_size * share, *own.shape[1:])
         return everyone, dist.all_gather_single(everyone, own, async_op=True)
-
-    def apply(self, group: dict, updates: Tensor, handle, found_inf: Tensor | None) -> None:
-        if handle:
-            handle.wait()
-        rate = self.as_tensor(group["lr"], group["params"][0])
-        self.apply_updates(group["params"], updates, rate, group["weight_decay"], found_inf)
 
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
         """A changed tensor recompiles nothing; compiled kernels take it from the host."""
@@ -1498,25 +1498,9 @@ def build_optimizers(hp: Hyperparameters, model: GPT,
 
 
 # ═══ 7  The step and the loop ═════════════════════════════════════════════════════════════════════
-
-def wait_until(is_ready, hardware: Hardware) -> None:
-    """Poll. Times out before NCCL's watchdog, so that the error names the rank."""
-    start = time.monotonic()
-    deadline = min(start + hardware.timeout, hardware.give_up_at)
-    while not is_ready():
-        if time.monotonic() > deadline:
-            raise dist.DistError(f"no answer in {deadline - start:.3g} s")
-        time.sleep(2e-5)
-
-
-def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
-    """The sum over all ranks, as numbers."""
-    if hardware.world_size > 1:
-        work = dist.all_reduce(values, async_op=True)
-        wait_until(work.is_completed, hardware)
-        work.wait()
-    return values.tolist()
-
+# A step: forward and backward pass of each micro-step, gradients averaged over the ranks, Adam and
+# Muon. On CUDA the host reads the loss of a step while the GPU computes the next one. A flag on the
+# GPU, found_inf, keeps a step that is not finite from changing a weight until the host has read it.
 
 def is_embedding(name: str) -> bool:
     return name.startswith(("embed.", "value_embeds."))
@@ -1567,6 +1551,7 @@ class Trainer:
         self.stop_requested = False     # by a signal to this rank
         self.stopping = False           # all ranks learn it in the same step
         self.unread = collections.deque()   # of QueuedStep
+        self.found_inf = None           # with read_behind: above zero if the step is not finite
         # On CUDA the host reads the numbers of a step while the GPU computes the next one.
         self.read_behind = 1 if hardware.device.type == "cuda" else 0
 
@@ -1579,19 +1564,14 @@ class Trainer:
         mean_loss = self.accumulate_gradients(batch)
         reductions = self.reduce_embeddings()
         adam, muon = self.optimizers
-        losses = {}
-
-        def step_adam() -> Tensor | None:
-            """Its parameters are not Muon's. Returns a flag: above zero if anything is wrong."""
-            for work in reductions:
-                work.wait()
-            found_inf = self.queue_numbers(mean_loss, step)
-            losses.update(self.read_losses(self.read_behind))  # raises before a weight changes
-            adam.found_inf = found_inf
-            adam.step()
-            return found_inf
-
-        muon.step(meanwhile=step_adam)
+        muon_updates = muon.start_updates()     # they are gathered while Adam computes
+        for work in reductions:
+            work.wait()
+        self.queue_numbers(mean_loss, step)
+        losses = self.read_losses(self.read_behind)     # raises before a weight changes
+        adam.found_inf = self.found_inf
+        adam.step()
+        muon.finish_updates(muon_updates, self.found_inf)
         self.model.zero_grad(set_to_none=True)
         return losses
 
@@ -1603,7 +1583,7 @@ class Trainer:
             with contextlib.nullcontext() if synchronize else self.ddp_model.no_sync():
                 loss = self.ddp_model(inputs, targets, self.window) / len(batch)
                 mean_loss += loss.detach()
-                if self.hp.sum_loss:
+                if self.hp.sum_loss:  # over the tokens of a sequence; still a mean over sequences
                     loss = loss * self.hp.sequence_tokens
                 loss.backward()
         return mean_loss
@@ -1615,11 +1595,8 @@ class Trainer:
         return [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True)
                 for name, p in self.model.named_parameters() if is_embedding(name)]
 
-    def queue_numbers(self, mean_loss: Tensor, step: int) -> Tensor | None:
-        """Sum loss, gradient norm and stop requests over the ranks, for the host to read.
-
-        Where it reads them later, returns a flag on the device: 1 if any is not finite, else 0.
-        """
+    def queue_numbers(self, mean_loss: Tensor, step: int) -> None:
+        """Sum loss, gradient norm and stop requests over the ranks, for read_losses."""
         norms = torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters()]))
         suspect = norms.isfinite().logical_not().int().argmax()  # the first that is not finite
         stop = torch.full_like(mean_loss, self.stop_requested)
@@ -1637,8 +1614,7 @@ class Trainer:
             numbers = all_reduce_sum(values, self.hardware)
             self.unread.append(QueuedStep(step, numbers, lambda: True))
         if self.read_behind:
-            return (0 * values.sum() != 0).float()  # 0 · ∞ is NaN, which is not 0
-        return None
+            self.found_inf = values.isfinite().all().logical_not().float()
 
     def read_losses(self, leave: int = 0) -> dict[int, float]:
         """Of all queued steps but the newest `leave`: {steps done: mean loss over all ranks}."""
@@ -1649,31 +1625,25 @@ class Trainer:
             loss_sum, norm_sum, stops, suspect_sum = map(float, queued.numbers)
             loss = loss_sum / self.hardware.world_size
             self.stopping = self.stopping or stops > 0
-            suspect = round(suspect_sum / self.hardware.world_size)  # the same on every rank
-            self.require_finite(queued.step + 1, loss, norm_sum, suspect)
+            if not math.isfinite(loss + norm_sum):
+                names = [name for name, _ in self.model.named_parameters()]
+                suspect = names[round(suspect_sum / self.hardware.world_size)]  # of every rank
+                raise self.not_finite(queued.step + 1, f"the loss of step {queued.step + 1} is "
+                                      f"{loss}", f"gradient of {suspect} is not finite")
             losses[queued.step + 1] = loss
         return losses
 
-    def require_finite(self, step: int, loss: float, total_norm: float | Tensor = 0.0,
-                       suspect: int = 0) -> None:
-        """Name what is not finite after so many steps, and the last batch, to replay it.
-
-        suspect: where total_norm is that of the gradients, the parameter to blame.
+    def not_finite(self, steps: int, what: str,
+                   reason: str = "all parameters are finite") -> UserError:
+        """Names a parameter that is not finite, else the reason; and the last batch, to replay it.
         """
-        if math.isfinite(loss) and math.isfinite(total_norm):
-            return
-        names = [name for name, _ in self.model.named_parameters()]
         wrong = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
-        found = "all parameters and gradients are finite"
         if wrong:
-            found = f"parameter {wrong[0]} is not finite"
-        elif not math.isfinite(total_norm):
-            found = f"gradient of {names[suspect]} is not finite"
-        batch_index = max(0, step - 1)
+            reason = f"parameter {wrong[0]} is not finite"
+        batch_index = max(0, steps - 1)
         shard, number = self.data.train.locate(batch_index)
-        raise UserError(f"the loss of step {step} is {loss}: {found}; the batch is "
-                        f"{batch_index}, number {number} of {shard.path}; lower the rates, or "
-                        "replay it from the last checkpoint")
+        return UserError(f"{what}: {reason}; the batch is {batch_index}, number {number} of "
+                         f"{shard.path}; lower the rates, or replay it from the last checkpoint")
 
     def state_dict(self) -> dict:
         """All that the rest of the training depends on. A collective: Muon gathers its momentum."""
@@ -1773,7 +1743,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
     graphs = count_compiled_graphs()
     saved_step = start_step
     clock.switch("train")
-    with (Saver(run.folder, hardware.rank == 0) as saver, SignalHandler(trainer) as signals,
+    with (SignalHandler(trainer) as signals, Saver(run.folder, hardware.rank == 0) as saver,
           profile_steps(hp, hardware, run.folder) as profiler):
         for step in range(start_step, hp.num_steps + 1):
             last_step = step == hp.num_steps
@@ -1784,23 +1754,21 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
             val_due = last_step or (hp.val_every and step % hp.val_every == 0)
             if save_due or val_due or trainer.stopping:
                 log.losses(trainer, clock, trainer.read_losses())
-            if step > saved_step and (save_due or trainer.stopping):
+            if save_due and step > saved_step:
                 save_checkpoint(trainer, saver, log, clock, step)
                 saved_step = step
-            if trainer.stopping:
-                break
-            if val_due:
+            if val_due and not trainer.stopping:
                 clock.switch("val")
                 check_ranks_agree(trainer, step)
-                set_schedules(hp, step, trainer.optimizers, trainer.window)
+                set_schedules(hp, step, trainer.optimizers, trainer.window)  # this step's window
                 result = evaluate(trainer)
                 clock.switch("train")
-                if trainer.stopping:
-                    if step > saved_step:
-                        save_checkpoint(trainer, saver, log, clock, step)
-                    break
-                trainer.require_finite(step, result["val_loss"])
-                log.step(trainer, clock, step, result)
+                if not trainer.stopping:
+                    log.step(trainer, clock, step, "val_loss", **result)
+            if trainer.stopping:
+                if step > saved_step:
+                    save_checkpoint(trainer, saver, log, clock, step)
+                break
             if last_step:
                 break
             signals.check_launcher()
@@ -1902,12 +1870,15 @@ class Logger:
 
     def losses(self, trainer: Trainer, clock: Clock, losses: dict[int, float]) -> None:
         for step, loss in losses.items():
-            self.step(trainer, clock, step, dict(train_loss=loss))
+            self.step(trainer, clock, step, "train_loss", train_loss=loss)
 
-    def step(self, trainer: Trainer, clock: Clock, step: int, losses: dict) -> None:
-        """A line of both logs every log_every steps and for every validation; moves the bar."""
+    def step(self, trainer: Trainer, clock: Clock, step: int, name: str, **values) -> None:
+        """A line of both logs every log_every steps and for every validation; moves the bar.
+
+        name: which of the values is the loss, train_loss or val_loss.
+        """
         hp = trainer.hp
-        name, loss = next(iter(losses.items()))
+        loss = values[name]
         train_ms = clock.now()["train"]
         if name == "val_loss" or step % hp.log_every == 0 or step in (1, hp.num_steps):
             average = train_ms / step if step else math.nan
@@ -1916,7 +1887,7 @@ class Logger:
             self.put("log.txt", line)
             if name == "val_loss" or self.bar is None:
                 self.put("standard output", line)
-            self.record(step=step, tokens=step * hp.batch_tokens, **losses,
+            self.record(step=step, tokens=step * hp.batch_tokens, **values,
                         **step_metrics(trainer, clock, step if name == "val_loss" else step - 1))
         if self.bar is not None:
             tokens_per_second = 1000 * step * hp.batch_tokens / max(train_ms, 1)
@@ -2059,7 +2030,8 @@ class Saver:
 def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, step: int) -> None:
     """A collective: all ranks take part, rank 0 copies and writes."""
     parameter_norm = torch.nn.utils.get_total_norm(trainer.model.parameters())
-    trainer.require_finite(step, 0.0, parameter_norm)
+    if not parameter_norm.isfinite():
+        raise trainer.not_finite(step, f"no checkpoint of step {step}")
     saver.wait()  # at most one copy of the state at a time
     state = trainer.state_dict()
     if saver.enabled:
@@ -2091,8 +2063,10 @@ def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
         if damaged:
             raise ValueError(f"the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if state["format"] != CHECKPOINT_FORMAT or type(state["step"]) is not int:
+        if state["format"] != CHECKPOINT_FORMAT:
             raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
+        if type(state["step"]) is not int:
+            raise ValueError(f"its step is {state['step']!r}")
         state["hyperparameters"] = check_saved(state["hyperparameters"])
         missing = TRAINING_STATE - state.keys()
         if with_training_state and missing:  # a model.pt, say
@@ -2167,13 +2141,13 @@ def find_run(hp: Hyperparameters) -> Run:
 
     path = Path(hp.resume)
     if path.is_dir():
-        run = resume_newest(path)
-        if run.checkpoint is None:
-            raise UserError("; ".join([f"--resume={path}: no checkpoint can be read", *run.notes]))
-        return run
+        if not checkpoints(path):
+            raise UserError(f"--resume={path}: there is no checkpoint; give another folder")
+        return resume_newest(path)
     # A checkpoint that is named: a new run from there, in a folder of its own.
     checkpoint = read_checkpoint(path, with_training_state=True)
-    folder = path.parent.with_name(f"{path.parent.name}_from_{checkpoint['step']}_{job}")
+    old_folder = path.resolve().parent
+    folder = old_folder.with_name(f"{old_folder.name}_from_{checkpoint['step']}_{job}")
     if restarted and checkpoints(folder):
         return resume_newest(folder)
     if not restarted and (folder / "log.txt").exists():  # plain torchrun names all its runs alike
@@ -2183,7 +2157,7 @@ def find_run(hp: Hyperparameters) -> Run:
 
 
 def resume_newest(folder: Path) -> Run:
-    """From the newest checkpoint that is not damaged; without one, the run starts again."""
+    """From the newest checkpoint that is not damaged; where there is none, a new run."""
     notes = []
     for path in reversed(checkpoints(folder)):
         try:
@@ -2193,7 +2167,9 @@ def resume_newest(folder: Path) -> Run:
             continue
         notes.append(f"resuming from {path}, step {checkpoint['step']}")
         return Run(folder, checkpoint, checkpoint["log_sizes"], tuple(notes))
-    return Run(folder, notes=(*notes, "no checkpoint to resume from: a new run"))
+    if notes:
+        raise UserError(f"{folder} cannot be resumed: {'; '.join(notes)}")
+    return Run(folder, notes=("no checkpoint to resume from: a new run",))
 
 
 def load_model(path: str, hardware: Hardware) -> GPT:
@@ -2241,6 +2217,8 @@ def evaluate(trainer: Trainer) -> dict:
         text_bytes = text_tokens
     else:
         text_bytes = (trainer.data.bytes_per_token or 0) * hp.val_tokens
+    if not math.isfinite(loss) and not trainer.stopping:
+        raise trainer.not_finite(trainer.data.train.index, f"the validation loss is {loss}")
     nats = loss * loader.sequence_tokens
     bits_per_byte = nats / text_bytes / math.log(2) if text_bytes else None
     return dict(val_loss=loss / num_sequences, bits_per_byte=bits_per_byte)
@@ -2346,6 +2324,25 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
 
 
 # ═══ 11  Ranks and faults ═════════════════════════════════════════════════════════════════════════
+
+def wait_until(is_ready, hardware: Hardware) -> None:
+    """Poll. Times out before NCCL's watchdog, so that the error names the rank."""
+    start = time.monotonic()
+    deadline = min(start + hardware.timeout, hardware.give_up_at)
+    while not is_ready():
+        if time.monotonic() > deadline:
+            raise dist.DistError("no answer in time")
+        time.sleep(2e-5)
+
+
+def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
+    """The sum over all ranks, as numbers."""
+    if hardware.world_size > 1:
+        work = dist.all_reduce(values, async_op=True)
+        wait_until(work.is_completed, hardware)
+        work.wait()
+    return values.tolist()
+
 
 def join_group(hardware: Hardware) -> None:
     """Names a rank that does not arrive within the timeout."""
@@ -2458,19 +2455,20 @@ class SignalHandler:
         self.trainer.stop_requested = True
         hardware = self.trainer.hardware
         if hardware.device.type == "cuda" and hardware.world_size > 1:
-            # NCCL does not notice that a rank is gone; torchrun, which does, kills us after 30 s
-            hardware.give_up_at = time.monotonic() + 15
+            # the signal may mean that another rank is gone, for which NCCL would wait forever
+            hardware.give_up_at = time.monotonic() + 60
 
     def check_launcher(self) -> None:
-        """Ranks whose torchrun was killed would train on, unseen, beside their replacement."""
+        """Stop if torchrun was killed: its ranks would keep training as orphans."""
         if self.trainer.hardware.launcher_pid not in (0, os.getppid()):
             self.request_stop(signal.SIGTERM, "the end of its launcher")
 
     def __exit__(self, kind, error, traceback) -> None:
         for name, handler in self.previous.items():
             signal.signal(getattr(signal, name), handler)
-        if isinstance(error, RuntimeError) and self.trainer.stop_requested:
-            os._exit(1)  # the launcher stops us because another rank is gone
+        several_ranks = self.trainer.hardware.world_size > 1
+        if isinstance(error, RuntimeError) and self.trainer.stop_requested and several_ranks:
+            os._exit(1)  # the launcher stops this rank because another one is gone
 
 
 def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHandler,
@@ -2566,7 +2564,7 @@ def why_not_compile(hp: Hyperparameters, device_type: str) -> str:
             missing = (f"Triton cannot start ({reason_of(error)}), which needs a C compiler and "
                        f"Python.h (gcc, python3.{sys.version_info.minor}-dev)")
     if missing and hp.compile == "yes":
-        raise UserError(f"--compile=yes: {missing}; install it, or give --compile=no")
+        raise UserError(f"--compile=yes: {missing}; give --compile=no")
     flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
     if not missing and hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
         return "the run is too short for it to pay on a CPU"
@@ -3143,7 +3141,8 @@ def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
 
 
 def main(arguments: list[str]) -> int:
-    code = None
+    code = None         # until the run has finished
+    hardware = None
     try:
         if {"--help", "-h"} & set(arguments):
             build_parser(resolve({})).print_help()
@@ -3171,6 +3170,8 @@ def main(arguments: list[str]) -> int:
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not out_of_memory and "can't allocate memory" not in str(error):
             raise
+        if hardware is None or hp.checkpoint:
+            return print_error("out of memory; close other programs, or use another device")
         return print_error(f"out of memory with --sequence_tokens={hp.sequence_tokens}; "
                            f"{less_memory(hp, hardware)}")
     except KeyboardInterrupt:  # before the first step; from then on SignalHandler takes it

@@ -484,7 +484,9 @@ def training_options(manifest: dict, tokenizer: str) -> dict:
         batch *= 2
     segment = min(512, sequence)
     stretches = batch // segment
-    batches = sum((tokens - 1) // stretches // segment for tokens in train)
+    ngram_share = 0.5 if tokenizer == "bytes" else 0.0  # half of the text for counting n-grams
+    batches = sum(int((1 - ngram_share) * ((tokens - 1) // stretches)) // segment
+                  for tokens in train)
     steps = min(320, 40 * batches)
     options = {"vocab_size": manifest["vocab_size"], "document_token": manifest["document_token"],
                "num_steps": steps, "epochs": -(-steps // batches), "batch_tokens": batch,
@@ -492,6 +494,8 @@ def training_options(manifest: dict, tokenizer: str) -> dict:
                "val_start": 0, "target_loss": 0}
     if tokenizer == "gpt2":
         options |= {"vocab_multiple": 128, "ngram_order": 0, "copy_lengths": "()"}
+    else:
+        options |= {"ngram_share": ngram_share}
     if val:
         sequences = sum((tokens - 1) // sequence for tokens in val)
         options["val_tokens"] = min(sequences, 2**18 // sequence) * sequence

@@ -102,7 +102,7 @@ def test_auto_without_a_checkpoint_starts_a_run_and_a_folder_without_one_is_refu
     _, fresh = prepare(*arguments, "--resume=auto", "--run_id=new")
     assert (fresh.folder, fresh.checkpoint) == (tmp_path / "new", None)
     assert fresh.notes == ("no checkpoint to resume from: a new run",)
-    with pytest.raises(train_gpt.UserError, match="no checkpoint can be read"):
+    with pytest.raises(train_gpt.UserError, match="there is no checkpoint; give another folder"):
         prepare(*arguments, f"--resume={tmp_path}")
 
 
@@ -124,6 +124,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(cut, damage):
     assert resuming == f"resuming from {folder}/checkpoint_0000002.pt, step 2"
     with pytest.raises(train_gpt.UserError, match="checkpoint_0000004.pt cannot be loaded"):
         prepare(f"--resume={path}")
+
+
+@pytest.mark.parametrize("resume", ["auto", "folder"])
+def test_a_run_with_only_damaged_checkpoints_is_refused_and_keeps_its_log(cut, resume):
+    folder = cut(2)
+    (folder / "checkpoint_0000002.pt").write_bytes(b"")
+    log = (folder / "log.txt").read_text()
+    named = [f"--resume={folder}"]
+    if resume == "auto":
+        named = ["--resume=auto", f"--log_dir={folder.parent}"]
+    with pytest.raises(train_gpt.UserError, match="cannot be resumed: skipped: .*0000002.pt"):
+        prepare(*named)
+    assert (folder / "log.txt").read_text() == log
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(whole, cut):
@@ -170,6 +183,14 @@ def test_a_folder_continues_its_run_and_a_checkpoint_starts_another(cut):
     _, started = prepare(f"--resume={folder}/checkpoint_0000006.pt")
     assert started.folder.parent == folder.parent and started.log_sizes == {}
     assert started.folder.name.startswith(f"{folder.name}_from_6_")
+
+
+def test_a_checkpoint_may_be_named_from_within_its_folder(cut, monkeypatch):
+    folder = cut(4)
+    monkeypatch.chdir(folder)
+    _, found = prepare("--resume=checkpoint_0000002.pt")
+    assert found.folder.parent == folder.parent
+    assert found.folder.name.startswith("run_from_2_")
 
 
 def test_a_second_run_from_a_checkpoint_does_not_overwrite_the_first(cut, monkeypatch):
@@ -495,7 +516,8 @@ def test_no_checkpoint_is_made_of_parameters_that_are_not_finite(data, tmp_path)
         trainer.model.head.weight[3, 3] = float("inf")
     clock = train_gpt.Clock(trainer.hardware.device)
     with train_gpt.Saver(tmp_path, enabled=True) as saver:
-        with pytest.raises(train_gpt.UserError, match="head.weight is not finite; the batch is 0"):
+        with pytest.raises(train_gpt.UserError, match="no checkpoint of step 1: parameter "
+                                                      "head.weight is not finite; the batch is 0"):
             train_gpt.save_checkpoint(trainer, saver, None, clock, 1)
     assert not list(tmp_path.iterdir())
 

@@ -242,8 +242,11 @@ def test_all_gathers_have_begun_before_an_update_is_applied(monkeypatch):
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((8, 8), (16, 8), (8, 8))]
     for p in params:
         p.grad = random_matrices(*p.shape)
-    Muon(params, rank=0, world_size=2).step(meanwhile=lambda: events.append("meanwhile"))
-    assert events == ["gather", "gather", "meanwhile", "wait", "wait"]
+    muon = Muon(params, rank=0, world_size=2)
+    started = muon.start_updates()
+    assert events == ["gather", "gather"] and all(p.detach().abs().max() == 0 for p in params)
+    muon.finish_updates(started)
+    assert events == ["gather", "gather", "wait", "wait"]
     assert all(p.detach().abs().max() > 0 for p in params)
 
 
@@ -253,7 +256,8 @@ def test_a_flag_that_is_set_keeps_every_parameter(found_inf, decay):
     params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((8, 8), (16, 8))]
     for p in params:
         p.grad = torch.full_like(p, math.nan if found_inf else 1.0)
-    Muon(params, weight_decay=decay).step(meanwhile=lambda: torch.tensor(found_inf))
+    muon = Muon(params, weight_decay=decay)
+    muon.finish_updates(muon.start_updates(), torch.tensor(found_inf))
     changed = [not torch.equal(p, torch.ones_like(p)) for p in params]
     assert changed == [not found_inf] * 2
 
