@@ -122,7 +122,7 @@ class Hyperparameters:
     num_steps: int = 1750               # optimizer steps
     batch_tokens: int = 8 * 48 * 1024   # tokens per step over all ranks, whatever the world size
     sequence_tokens: int = 48 * 1024    # tokens per forward pass; fewer where these do not fit
-    segment_tokens: int = 0             # pieces that a batch is made of (Loader); 0: one stretch
+    segment_tokens: int = 0             # pieces that a batch is made of (Loader); 0: one piece
     align_documents: bool = True        # every sequence starts at a document (aligned_starts)
     epochs: int = 1                     # passes over the shards; above 1: in shuffled order
     val_every: int = 125                # steps between validations; 0: only at the end
@@ -244,6 +244,7 @@ class Hyperparameters:
         layout = named.get(self.value_layout, self.value_layout)
         used = [None if layer in self.layers_without_attention else table
                 for layer, table in enumerate(layout)]
+        # a layer without attention uses no table: number those that are left from 0
         numbers = sorted({table for table in used if table is not None})
         return tuple(None if table is None else numbers.index(table) for table in used)
 
@@ -428,7 +429,7 @@ class Loader:
         batch 0    AAAA               AAAA               AAAA
         batch 1        BBBB               BBBB               BBBB
 
-    A small batch that is one stretch of text is mostly one article, and needs twice the tokens for
+    A small batch that is one piece of text is mostly one article, and needs twice the tokens for
     the same loss. With segment_tokens=0 there is one lane, as in the published records. The batch
     is cut into sequences; micro-step m of rank r takes sequence m · world_size + r. A shard gives
     as many whole batches as the first `share` of each lane holds. Of several epochs, each has its
@@ -449,8 +450,11 @@ class Loader:
             raise UserError(f"{pattern}: no token shards there; ./run.sh fetches what a preset "
                             "needs, and data/ has a script for each source")
         shards = [Shard(path) for path in self.paths]
-        order = np.random.default_rng(seed).permutation if epochs > 1 else range
-        self.shards = [shards[number] for _ in range(epochs) for number in order(len(shards))]
+        generator = np.random.default_rng(seed)
+        self.shards = list(shards)      # in the order in which they are read
+        if epochs > 1:
+            self.shards = [shards[number] for _ in range(epochs)
+                           for number in generator.permutation(len(shards))]
         self.epochs = epochs
         self.batch_tokens = batch_tokens
         self.sequence_tokens = sequence_tokens
@@ -528,18 +532,18 @@ class Loader:
         batches_read = collections.Counter()
         for shard, number in {self.locate(index) for index in range(num_batches)}:
             batches_read[shard] += 1
-        stretches = []
+        spans = []
         for shard in dict.fromkeys(self.shards):
             lane_tokens = (shard.num_tokens - 1) // self.num_lanes
             first = batches_read[shard] * self.segment_tokens + 1  # 1: the last target
             length = min(lane_tokens - first, limit // self.num_lanes)
             if length > 0:
-                stretches += [(shard, lane * lane_tokens + first, length)
+                spans += [(shard, lane * lane_tokens + first, length)
                               for lane in range(self.num_lanes)]
                 limit -= length * self.num_lanes
-        return stretches
+        return spans
 
-    def read_stretch(self, shard: Shard, start: int, length: int) -> np.ndarray:
+    def read_span(self, shard: Shard, start: int, length: int) -> np.ndarray:
         tokens = np.empty(length, np.uint16)
         shard.read_into(tokens, start)
         shard.release_pages()
@@ -606,18 +610,21 @@ class Data(NamedTuple):
 # ═══ 4  Masks and attention: causal ∧ same document ∧ within the window ═══════════════════════════
 
 def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
-    """(tokens, blocks): a query sees keys that are fewer tokens and fewer blocks back. Never empty.
+    """(window_tokens, window_blocks), of which window_unit says which one limits.
 
-    window_unit says which of them limits: "block" the second, "token" the first; "token_in_block"
-    both, as in the system of 2024-12-08.
+    A query at place q sees the key at place k where q − k < window_tokens and
+    q // BLOCK − k // BLOCK < window_blocks. Neither is ever zero.
     """
     tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
     unit = BLOCK if hp.window_unit == "block" else 64
     round_to_unit = math.ceil if hp.window_rounding == "up" else math.floor
     tokens = max(unit, min(NO_LIMIT, round_to_unit(tokens / unit) * unit))
+    blocks = -(-tokens // BLOCK)
     if hp.window_unit == "block":
-        return NO_LIMIT, tokens // BLOCK
-    return tokens, NO_LIMIT if hp.window_unit == "token" else -(-tokens // BLOCK)
+        return NO_LIMIT, blocks
+    if hp.window_unit == "token":
+        return tokens, NO_LIMIT
+    return tokens, blocks  # token_in_block, as in the system of 2024-12-08
 
 
 def short_window(window: Tensor) -> Tensor:
@@ -642,7 +649,7 @@ class Mask(NamedTuple):
     flex_options: dict | None = None    # flex: tiles of its kernels
 
 
-def number_documents(inputs: Tensor, document_token: int, segment_tokens: int) -> Tensor:
+def document_ids(inputs: Tensor, document_token: int, segment_tokens: int) -> Tensor:
     """The number of each token's document. A segment counts as a document."""
     starts = inputs == document_token
     if segment_tokens:
@@ -686,7 +693,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
 
 def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
     """Ordered lists of the partial and of the full blocks, straight from the document counts."""
-    window_tokens = window[0]
+    window_tokens, window_blocks = window.unbind()
 
     def visible(batch, head, query, key):  # the lists below already hold the window in blocks
         same_document = documents[query] == documents[key]
@@ -697,14 +704,15 @@ def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
         indices = wanted.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
         return count[None, None].contiguous(), indices[None, None].contiguous()
 
-    # Counts never fall along the sequence: the first and the last of a block tell all about it.
+    # Document numbers never fall along the sequence: a block's first and last bound all of it.
     first, last = (documents.view(-1, BLOCK)[:, end].contiguous() for end in (0, -1))
     block = torch.arange(len(first), dtype=torch.int32, device=documents.device)
     distance = block[:, None] - block  # from the key's block to the query's
-    near = (distance >= 0) & (distance < window[1])
-    touched = near & ((distance - 1) * BLOCK + 1 < window[0]) & (first[:, None] <= last)
-    full = near & (distance > 0) & ((distance + 1) * BLOCK - 1 < window[0])
-    full = full & (last[:, None] == first)
+    nearest = (distance - 1) * BLOCK + 1    # tokens between the closest pair of the two blocks
+    farthest = (distance + 1) * BLOCK - 1
+    near = (distance >= 0) & (distance < window_blocks)
+    touched = near & (nearest < window_tokens) & (first[:, None] <= last)
+    full = near & (distance > 0) & (farthest < window_tokens) & (last[:, None] == first)
     return BlockMask.from_kv_blocks(*ordered(touched & ~full), *ordered(full), BLOCK,
                                     mask_mod=visible)
 
@@ -813,7 +821,7 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 
-class Float8Product(torch.autograd.Function):
+class Float8Matmul(torch.autograd.Function):
     """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
 
     x is normed, so that no entry is above √model_dim, and the gradient of a token's loss is 1 at
@@ -827,7 +835,7 @@ class Float8Product(torch.autograd.Function):
         weight8 = to_float8(weight, weight_scale, torch.float8_e4m3fn)
         ctx.save_for_backward(x8, weight8)
         ctx.scales = x_scale, weight_scale, grad_scale
-        return scaled_product(x8, weight8.T, x_scale * weight_scale, x.dtype, fast=True)
+        return scaled_matmul(x8, weight8.T, x_scale * weight_scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
@@ -835,8 +843,8 @@ class Float8Product(torch.autograd.Function):
         x_scale, weight_scale, grad_scale = ctx.scales
         grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
         weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))  # FP8 has rows × columns only
-        x_grad = scaled_product(grad8, weight8, grad_scale * weight_scale, grad.dtype)
-        weight_grad = scaled_product(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
+        x_grad = scaled_matmul(grad8, weight8, grad_scale * weight_scale, grad.dtype)
+        weight_grad = scaled_matmul(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
         return x_grad, weight_grad, None, None, None
 
 
@@ -845,7 +853,7 @@ def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
 
 
-def scaled_product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
+def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
                    fast: bool = False) -> Tensor:
     """(a @ b) / scale; fast: accumulated in fewer bits, enough for a sum over model_dim."""
     one = torch.ones((), device=a.device)
@@ -975,19 +983,21 @@ class Block(nn.Module):
 # ── suggestions for the next token: tables of n-grams, copies of earlier text ─────────────────────
 
 class NGrams(nn.Module):
-    """Chances of the next token by counts of n-grams; the model learns to correct them.
+    """Probabilities of the next token by counts of n-grams; the model learns to correct them.
 
     What follows each context of 1 to `order` tokens is counted once, before the first step: seconds
     for a text that the model would read for an hour. Modified Kneser–Ney smoothing (Chen and
-    Goodman, 1999) joins the orders: the chance of a token is (count − discount) / total, and what
-    the discounts leave over goes to the next shorter context. Only the longest contexts count how
-    often a token follows them; the others count how many longer contexts it follows.
+    Goodman, 1999) joins the orders: the probability of a token is (count − discount) / total, and
+    what the discounts leave over goes to the next shorter context. Only the longest contexts count
+    how often a token follows them; the others count how many longer contexts it follows.
 
     The table of an order has its contexts, sorted, as integers of 9 bits a token; for each of them
-    where its successors start; and the successors with their chances, the most frequent first. Both
-    end in MOST_SUCCESSORS zeros, so that as many can be read from any start.
+    where its successors start; and the successors with their probabilities, the most frequent
+    first. Both end in MOST_SUCCESSORS zeros, so that as many can be read from any start.
     """
     MOST_SUCCESSORS = 32    # of a context that are kept
+    TOKEN_BITS = 9
+    TOKEN_MASK = 2**TOKEN_BITS - 1
 
     def __init__(self, order: int, vocab_size: int):
         super().__init__()
@@ -995,10 +1005,10 @@ class NGrams(nn.Module):
         self.register_buffer("unigrams", torch.full((vocab_size,), 1 / vocab_size),
                              persistent=False)
         for n in range(1, order + 1):
-            self.set_table(n, contexts=torch.full((1,), -1),  # which is none
+            self.set_table(n, contexts=torch.full((1,), -1),  # matches no context
                            starts=torch.zeros(2, dtype=torch.int32),
                            successors=torch.zeros(self.MOST_SUCCESSORS, dtype=torch.int16),
-                           chances=torch.zeros(self.MOST_SUCCESSORS, dtype=torch.float16))
+                           probs=torch.zeros(self.MOST_SUCCESSORS, dtype=torch.float16))
 
     def set_table(self, n: int, **table: Tensor) -> None:
         self.set_extra_state({f"{name}_{n}": tensor for name, tensor in table.items()})
@@ -1013,82 +1023,88 @@ class NGrams(nn.Module):
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, documents: Tensor) -> Tensor:
-        """The chances of every token after each input: [tokens, vocabulary]."""
+        """The probabilities of every token after each input: [tokens, vocabulary]."""
         tokens = len(inputs)
         total = self.unigrams.new_zeros(tokens, len(self.unigrams))
-        left_over = total.new_ones(tokens, 1)  # by all longer contexts
+        backoff_weight = total.new_ones(tokens, 1)  # what all longer contexts leave over
         numbers = torch.arange(self.MOST_SUCCESSORS, device=inputs.device)
         context = torch.zeros_like(inputs, dtype=torch.int64)
         for back in range(self.order):
-            context = context << 9 | F.pad(inputs, (back, 0))[:tokens]
+            context = context << self.TOKEN_BITS | F.pad(inputs, (back, 0))[:tokens]
         for n in range(self.order, 0, -1):
-            contexts, starts, successors, chances = (
+            contexts, starts, successors, probs = (
                 getattr(self, f"{name}_{n}")
-                for name in ("contexts", "starts", "successors", "chances"))
+                for name in ("contexts", "starts", "successors", "probs"))
             in_document = documents == F.pad(documents, (n - 1, 0), value=-1)[:tokens]
             row = torch.searchsorted(contexts, context).clamp(max=len(contexts) - 1)
             found = in_document & (contexts[row] == context)
             start = starts[row]
             length = torch.where(found, starts[row + 1] - start, 0)
             # Rows of overlapping views: 0.19 of the time of an index for every entry.
-            successor, chance = (entries.unfold(0, self.MOST_SUCCESSORS, 1).index_select(0, start)
-                                 for entries in (successors, chances))
-            chance = torch.where(numbers < length[:, None], chance.to(total.dtype), 0.0)
-            total.scatter_add_(1, successor.long(), left_over * chance)
-            left_over = left_over * (1 - chance.sum(dim=1, keepdim=True)).clamp(min=1e-4)
-            context = context >> 9  # without the oldest token
-        return total.addcmul_(left_over, self.unigrams)
+            successor, prob = (entries.unfold(0, self.MOST_SUCCESSORS, 1).index_select(0, start)
+                               for entries in (successors, probs))
+            prob = torch.where(numbers < length[:, None], prob.to(total.dtype), 0.0)
+            total.scatter_add_(1, successor.long(), backoff_weight * prob)
+            backoff_weight = backoff_weight * (1 - prob.sum(dim=1, keepdim=True)).clamp(min=1e-4)
+            context = context >> self.TOKEN_BITS  # without the oldest token
+        return total.addcmul_(backoff_weight, self.unigrams)
 
     def count(self, loader: Loader, num_batches: int, limit: int) -> int:
         """Fill the tables from what the batches do not read. Returns the number of tokens."""
-        stretches = [stretch for stretch in loader.unused(num_batches, limit)
-                     if stretch[2] > self.order]
-        if not stretches:
+        spans = [(shard, start, length)
+                 for shard, start, length in loader.unused(num_batches, limit)
+                 if length > self.order]
+        if not spans:
             return 0
-        keys, counts = count_equal(self.read_pairs(loader, stretches))
+        keys, counts = count_equal(self.read_pairs(loader, spans))
         for n in range(self.order, 0, -1):
             self.set_table(n, **self.tabulate(keys, counts))
-            keys, counts = count_equal(keys >> 18 << 9 | keys & 511)  # without the oldest token
+            successor = keys & self.TOKEN_MASK
+            shorter_context = keys >> 2 * self.TOKEN_BITS  # without successor and oldest token
+            keys, counts = count_equal(shorter_context << self.TOKEN_BITS | successor)
         unigrams = np.full(len(self.unigrams), 0.5)
         unigrams[keys] += counts
         self.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
-        return sum(length for _, _, length in stretches)
+        return sum(length for _, _, length in spans)
 
-    def read_pairs(self, loader: Loader, stretches: list[tuple[Shard, int, int]]) -> np.ndarray:
-        """Each context of `order` tokens with its successor, as an integer: the context's last
-        token is in the highest bits, the successor in the lowest."""
-        pairs = np.zeros(sum(length - self.order for _, _, length in stretches), np.int64)
+    def read_pairs(self, loader: Loader, spans: list[tuple[Shard, int, int]]) -> np.ndarray:
+        """Each context of `order` tokens with its successor, as an integer, 9 bits a token:
+        newest token of the context … oldest token of the context | successor.
+        """
+        pairs = np.zeros(sum(length - self.order for _, _, length in spans), np.int64)
         end = 0
-        for shard, start, length in stretches:
-            tokens = loader.read_stretch(shard, start, length)
+        for shard, start, length in spans:
+            tokens = loader.read_span(shard, start, length)
             for first in range(0, length - self.order, 2**15):  # pieces fit the CPU's cache
                 some = tokens[first:first + 2**15 + self.order].astype(np.int64)
                 piece = pairs[end:end + len(some) - self.order]
                 for place in (*reversed(range(self.order)), self.order):  # the successor last
-                    piece <<= 9
+                    piece <<= self.TOKEN_BITS
                     piece |= some[place:place + len(piece)]
                 end += len(piece)
         return pairs
 
     def tabulate(self, keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
         """The table of an order from its (context, successor) pairs and their counts."""
-        contexts, num_successors = count_equal(keys >> 9)
+        contexts, num_successors = count_equal(keys >> self.TOKEN_BITS)
         row = np.repeat(np.arange(len(contexts)), num_successors)
         highest = 2**24 - 1
         rarity = highest - np.minimum(counts, highest)
-        pairs = np.sort(row << 33 | rarity << 9 | keys & 511)  # by context, the most frequent first
-        counts = highest - (pairs >> 9 & highest)
+        # sorted by context, the most frequent successor first: row | rarity, 24 bits | successor
+        successor = keys & self.TOKEN_MASK
+        pairs = np.sort(row << 24 + self.TOKEN_BITS | rarity << self.TOKEN_BITS | successor)
+        counts = highest - (pairs >> self.TOKEN_BITS & highest)
         starts = np.cumsum(num_successors) - num_successors
         totals = np.add.reduceat(counts, starts)
-        chances = (counts - discounts(counts)) / totals[row]
+        probs = (counts - discounts(counts)) / totals[row]
         kept = np.arange(len(pairs)) - starts[row] < self.MOST_SUCCESSORS
         starts = np.cumsum(np.minimum(num_successors, self.MOST_SUCCESSORS))
-        successors = torch.from_numpy((pairs[kept] & 511).astype(np.int16))
-        chances = torch.from_numpy(chances[kept].astype(np.float16))
+        successors = torch.from_numpy((pairs[kept] & self.TOKEN_MASK).astype(np.int16))
+        probs = torch.from_numpy(probs[kept].astype(np.float16))
         zeros = (0, self.MOST_SUCCESSORS)
         return dict(contexts=torch.from_numpy(contexts),
                     starts=torch.from_numpy(np.append(0, starts).astype(np.int32)),
-                    successors=F.pad(successors, zeros), chances=F.pad(chances, zeros))
+                    successors=F.pad(successors, zeros), probs=F.pad(probs, zeros))
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
@@ -1152,22 +1168,22 @@ class Suggestions(nn.Module):
                 nn.init.zeros_(table.weight)
 
     def find(self, inputs: Tensor, documents: Tensor) -> tuple[Tensor | None, list]:
-        """(chances of every token by n-grams, (token, found) for each length of copies)"""
-        chances = None if self.ngrams is None else self.ngrams(inputs, documents)
-        return chances, [last_followers(inputs, documents, length) for length in self.copy_lengths]
+        """(probabilities of every token by n-grams, (token, found) for each length of copies)"""
+        probs = None if self.ngrams is None else self.ngrams(inputs, documents)
+        return probs, [last_followers(inputs, documents, length) for length in self.copy_lengths]
 
-    def add_to_embedding(self, x: Tensor, chances: Tensor | None, copies: list) -> Tensor:
-        if chances is not None:
-            x = x + chances.type_as(x) @ self.ngram_embed.weight.type_as(x)
+    def add_to_embedding(self, x: Tensor, probs: Tensor | None, copies: list) -> Tensor:
+        if probs is not None:
+            x = x + probs.type_as(x) @ self.ngram_embed.weight.type_as(x)
         for number, (token, found) in enumerate(copies):
             x = x + found[:, None] * self.copy_embeds[number](token).type_as(x)
         return x
 
-    def add_to_logits(self, logits: Tensor, x: Tensor, chances: Tensor | None,
+    def add_to_logits(self, logits: Tensor, x: Tensor, probs: Tensor | None,
                       copies: list) -> Tensor:
         """x: what the head takes. The gate of the n-grams starts at 1, those of the copies at 0."""
-        if chances is not None:
-            logits = logits + (1 + torch.tanh(self.ngram_gate(x).to(logits.dtype))) * chances.log()
+        if probs is not None:
+            logits = logits + (1 + torch.tanh(self.ngram_gate(x).to(logits.dtype))) * probs.log()
         if copies:
             gates = self.copy_gate(x).to(logits.dtype).unbind(dim=1)
             for gate, (token, found) in zip(gates, copies):
@@ -1212,7 +1228,7 @@ class GPT(nn.Module):
         hp = self.hp
         num_encoders = hp.num_layers // 2
         segment_tokens = hp.segment_tokens if self.training else 0  # validation is contiguous
-        documents = number_documents(inputs, hp.document_token, segment_tokens)
+        documents = document_ids(inputs, hp.document_token, segment_tokens)
         mask = build_mask(documents, window, self.attention, max_blocks_back(hp),
                           self.flex_options)
         short_mask = mask
@@ -1251,7 +1267,7 @@ class GPT(nn.Module):
         if hp.fp8_head and self.training and self.dtype != torch.float64:
             x_scale = hp.fp8_x_scale or 448 / hp.model_dim**0.5
             grad_scale = hp.fp8_grad_scale * (1 if hp.sum_loss else len(x))  # a mean is smaller
-            logits = Float8Product.apply(x, self.head.weight, x_scale, hp.fp8_weight_scale,
+            logits = Float8Matmul.apply(x, self.head.weight, x_scale, hp.fp8_weight_scale,
                                          grad_scale)
         else:
             logits = self.head(x)
@@ -1399,8 +1415,8 @@ class Muon(torch.optim.Optimizer):
         own = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
         if updates is not None:
             own[:len(updates)] = updates
-        everyone = own.new_empty(self.world_size * share, *own.shape[1:])
-        return everyone, dist.all_gather_single(everyone, own, async_op=True)
+        gathered = own.new_empty(self.world_size * share, *own.shape[1:])
+        return gathered, dist.all_gather_single(gathered, own, async_op=True)
 
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
         """A changed tensor recompiles nothing; compiled kernels take it from the host."""
@@ -1665,17 +1681,17 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile every path on made-up tokens, then restore everything as it was."""
         saved = copy_to_host(self.state_dict())  # to the host: the GPU may have no room
-        batch = [self.made_up_sequence(self.hp.sequence_tokens)]
+        batch = [self.dummy_sequence(self.hp.sequence_tokens)]
         for step in (0, self.hp.num_steps - 1):
             self.step(batch * self.data.train.micro_steps, step)
         self.read_losses()
         with torch.no_grad():
-            val_batch = self.made_up_sequence(self.data.val.sequence_tokens)
+            val_batch = self.dummy_sequence(self.data.val.sequence_tokens)
             self.forward.eval()(*val_batch, self.window)
         self.forward.train()
         self.load_state_dict(saved)
 
-    def made_up_sequence(self, length: int) -> tuple[Tensor, Tensor]:
+    def dummy_sequence(self, length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.arange(length + 1, device=self.hardware.device) % self.hp.vocab_size
         return tokens[:-1].int(), tokens[1:].long()
 
@@ -2265,8 +2281,8 @@ def sample(model: GPT, prompt: str, hp: Hyperparameters) -> str:
         if hp.top_k:
             logits[logits < logits.topk(min(hp.top_k, len(logits))).values[-1]] = -math.inf
         if hp.temperature:
-            chances = (logits / hp.temperature).softmax(0)
-            tokens.append(torch.multinomial(chances, 1, generator=generator).item())
+            probs = (logits / hp.temperature).softmax(0)
+            tokens.append(torch.multinomial(probs, 1, generator=generator).item())
         else:
             tokens.append(logits.argmax().item())
     runs = itertools.groupby(tokens[1:], key=lambda token: token == document_token)
@@ -2402,9 +2418,9 @@ def check_ranks_agree(trainer: Trainer, step: int) -> None:
     for name, x in (*trainer.model.named_parameters(), *tables):
         values[f"parameter {name}"] = x.view(integers[x.element_size()]).sum()
     own = torch.stack([value.to(trainer.hardware.device) for value in values.values()])
-    everyone = own.repeat(world_size)
-    dist.all_gather_single(everyone, own)
-    for name, by_rank in zip(values, everyone.view(world_size, -1).T.tolist()):
+    gathered = own.repeat(world_size)
+    dist.all_gather_single(gathered, own)
+    for name, by_rank in zip(values, gathered.view(world_size, -1).T.tolist()):
         for rank, value in enumerate(by_rank):
             if value != by_rank[0]:
                 raise UserError(f"rank {rank} differs from rank 0, first in {name}; start all "
@@ -2636,19 +2652,11 @@ def choose_flex_options(gpu, head_bytes: int) -> dict | None:
 SEQUENCE_LENGTHS = ("sequence_tokens", "val_sequence_tokens")
 
 
-class Memory(NamedTuple):
-    """Bytes at the peak of a run."""
-    parameters: float   # with their gradients and the state of the optimizers
-    training: float     # activations of a training sequence
-    validation: float   # of a validation sequence: little more than its logits
+def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
+    """Bytes at the peak of a run: of a training step, or of a longer sequence of validation.
 
-    @property
-    def peak(self) -> float:
-        return self.parameters + max(self.training, self.validation)
-
-
-def memory_needed(hp: Hyperparameters, hardware: Hardware) -> Memory:
-    """Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them."""
+    Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them.
+    """
     itemsize = hardware.dtype.itemsize
     rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
     num_tables = len({table for table in hp.value_tables if table is not None})
@@ -2671,7 +2679,8 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> Memory:
     per_token = hp.num_layers * per_layer * itemsize + logits
     if hp.fp8_head:
         per_token += 2 * hp.padded_vocab                # the gradient in FP8 and its transpose
-    return Memory(parameters, hp.sequence_tokens * per_token, hp.val_sequence_tokens * logits)
+    # a sequence of validation needs little more than its logits
+    return parameters + max(hp.sequence_tokens * per_token, hp.val_sequence_tokens * logits)
 
 
 def usable_bytes(total_bytes: int) -> float:
@@ -2697,21 +2706,20 @@ def available_bytes(hardware: Hardware) -> float:
 def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str) -> int:
     """sequence_tokens or val_sequence_tokens, shortened.
 
-    Until it divides what is cut into sequences, then by halves until the run fits the memory.
+    Until it divides what is cut into sequences, then by halves until it fits the memory.
     """
     length = getattr(hp, name)
-    is_training = name == "sequence_tokens"
-    if is_training:
+    if name == "sequence_tokens":
         length = math.gcd(length, hp.batch_tokens // hardware.world_size)
-    if not is_training or not hp.val_sequence_tokens:
+    if name == "val_sequence_tokens" or not hp.val_sequence_tokens:
         length = math.gcd(length, hp.val_tokens, hp.val_start)
-    unit = math.lcm(BLOCK, hp.segment_tokens or 1)
-    while length % (2 * unit) == 0:
-        memory = memory_needed(dataclasses.replace(hp, **{name: length}), hardware)
-        activations = memory.training if is_training else memory.validation
-        if memory.parameters + activations <= hardware.memory_bytes:
+    alone = dataclasses.replace(hp, sequence_tokens=0, val_sequence_tokens=0)
+    setattr(alone, name, length)
+    while memory_needed(alone, hardware) > hardware.memory_bytes:
+        if length % (2 * math.lcm(BLOCK, hp.segment_tokens or 1)):
             break
         length //= 2
+        setattr(alone, name, length)
     return length
 
 
@@ -2719,7 +2727,8 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
     """Shorten sequences that do not fit, and do without FP8 where there is none. Returns notes.
 
     Shorter sequences mean more micro-steps of the same batch: the same training, except that
-    attention does not reach across sequences. What the command line says stays; keep: everything.
+    attention does not reach across sequences. What the command line says stays. keep: so does
+    everything else, unless a sequence no longer divides the batch of a rank.
     """
     notes = []
 
@@ -2728,14 +2737,17 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
         setattr(hp, name, value)
         hp.origins[name] = "hardware"
 
-    may_change = [name for name, origin in hp.origins.items()
-                  if origin != "command line" and not keep]
+    may_change = [name for name, origin in hp.origins.items() if origin != "command line"]
+    if keep:
+        divides = hp.batch_tokens % (hardware.world_size * hp.sequence_tokens) == 0
+        may_change = [] if divides else ["sequence_tokens"]
     if hp.fp8_head and not hardware.has_fp8:
         if "fp8_head" in may_change:
             change("fp8_head", False, "there is no FP8 here")
         elif hardware.device.type != "cpu":  # which computes it, slowly
             raise UserError("--fp8_head=true: this device has no FP8, which takes compute "
-                            "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false")
+                            "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false "
+                            "(on resume with --resume_anyway)")
     hardware.memory_bytes = available_bytes(hardware)
     for name in SEQUENCE_LENGTHS:
         if name in may_change and getattr(hp, name):
@@ -2743,7 +2755,7 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
             # what is no whole number of blocks is refused by check_sequences, with the reason
             if length != getattr(hp, name) and length % BLOCK == 0:
                 change(name, length, "it divides what is cut into sequences, and fits the memory")
-    needed = memory_needed(hp, hardware).peak
+    needed = memory_needed(hp, hardware)
     if needed > hardware.memory_bytes:
         notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
                      f"{hardware.memory_bytes / 2**30:.1f}; {less_memory(hp, hardware)}")
@@ -2751,15 +2763,15 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
 
 
 def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
-    """The remedy where memory is short: the next shorter length that may fit."""
-    memory = memory_needed(hp, hardware)
-    name = "val_sequence_tokens" if memory.validation > memory.training else "sequence_tokens"
-    half = getattr(hp, name) // 2
-    length = fitting_length(dataclasses.replace(hp, **{name: half}), hardware, name)
-    memory = memory_needed(dataclasses.replace(hp, **{name: length}), hardware)
-    is_possible = length % math.lcm(BLOCK, hp.segment_tokens or 1) == 0
-    if is_possible and memory.peak <= hardware.memory_bytes:
-        return f"give --{name}={length}"
+    """The remedy where memory is short: the next shorter length that fits."""
+    for name in reversed(SEQUENCE_LENGTHS):
+        half = dataclasses.replace(hp, **{name: getattr(hp, name) // 2})
+        length = fitting_length(half, hardware, name)
+        needed = memory_needed(dataclasses.replace(hp, **{name: length}), hardware)
+        is_possible = length > 0 and length % math.lcm(BLOCK, hp.segment_tokens or 1) == 0
+        is_less = needed < memory_needed(hp, hardware)  # otherwise the other length is too long
+        if is_possible and is_less and needed <= hardware.memory_bytes:
+            return f"give --{name}={length}"
     return "lower --model_dim or --num_layers"
 
 
@@ -2767,7 +2779,6 @@ def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
 
 def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
     """Open all shards; refuse what would fail in the middle of the run."""
-    micro_steps(hp, hardware)
     train = open_train(hp, hardware)
     val = open_val(hp, hardware)
     if hp.hellaswag:
@@ -2776,20 +2787,6 @@ def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
     train_hashes, _ = check_manifests(hp, train)
     val_hashes, bytes_per_token = check_manifests(hp, val)
     return Data(train, val, bytes_per_token, train_hashes | val_hashes)
-
-
-def micro_steps(hp: Hyperparameters, hardware: Hardware) -> int:
-    """Forward passes of a rank per step: fewer ranks take more, and the batch stays the same."""
-    unit = hardware.world_size * hp.sequence_tokens
-    if hp.batch_tokens % unit:
-        raise UserError(f"--batch_tokens={hp.batch_tokens}: expected a multiple of ranks × "
-                        f"sequence_tokens = {hardware.world_size} × {hp.sequence_tokens}; the "
-                        f"nearest is --batch_tokens={nearest_multiple(hp.batch_tokens, unit)}")
-    return hp.batch_tokens // unit
-
-
-def nearest_multiple(number: int, unit: int) -> int:
-    return max(round(number / unit), 1) * unit
 
 
 def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
@@ -3017,6 +3014,10 @@ def check_types(hp: Hyperparameters) -> None:
             raise UserError(f"{field.name} = {value!r}: expected {KINDS[field.type]}")
 
 
+def nearest_multiple(number: int, unit: int) -> int:
+    return max(round(number / unit), 1) * unit
+
+
 def need(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
     if not holds:
         raise UserError(f"--{name}={getattr(hp, name)}: expected {expected}")
@@ -3064,7 +3065,8 @@ def validate(hp: Hyperparameters) -> None:
         need(hp, hp.checkpoint != "", "checkpoint", "a model.pt or a run's folder to sample from")
 
 
-def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS) -> None:
+def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
+                    world_size: int = 1) -> None:
     """The named lengths of sequences against the batch, its segments and the validation."""
     for name in names:
         need(hp, getattr(hp, name) % BLOCK == 0, name, "a multiple of the mask's block of "
@@ -3073,9 +3075,11 @@ def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS) -> Non
         sequence = hp.sequence_tokens
         need(hp, sequence <= hp.batch_tokens, "sequence_tokens",
              f"at most batch_tokens={hp.batch_tokens}")
-        need(hp, hp.batch_tokens % sequence == 0, "batch_tokens",
-             f"a multiple of sequence_tokens={sequence}; the nearest is "
-             f"{nearest_multiple(hp.batch_tokens, sequence)}")
+        unit = world_size * sequence
+        ranks = f"{world_size} ranks × " if world_size > 1 else ""
+        need(hp, hp.batch_tokens % unit == 0, "batch_tokens",
+             f"a multiple of {ranks}sequence_tokens={sequence}; the nearest is "
+             f"{nearest_multiple(hp.batch_tokens, unit)}")
         need(hp, sequence % (hp.segment_tokens or 1) == 0, "segment_tokens",
              f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
     else:
@@ -3157,7 +3161,7 @@ def main(arguments: list[str]) -> int:
             code = use_model(hp, hardware)
         else:
             notes = fit_to_hardware(hp, hardware, keep=run.checkpoint is not None)
-            check_sequences(hp)
+            check_sequences(hp, world_size=hardware.world_size)
             data = open_data(hp, hardware)
             run = run._replace(notes=(*run.notes, *notes))
             code = train(hp, hardware, data, run)

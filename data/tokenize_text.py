@@ -484,7 +484,9 @@ def training_options(manifest: dict, tokenizer: str) -> dict:
         batch *= 2
     segment = min(512, sequence)
     stretches = batch // segment
-    ngram_share = 0.5 if tokenizer == "bytes" else 0.0  # half of the text for counting n-grams
+    ngram_share = 0.0
+    if tokenizer == "bytes" and max(train) > 8 * MASK_BLOCK:
+        ngram_share = 0.5  # of the text, to count n-grams in
     batches = sum(int((1 - ngram_share) * ((tokens - 1) // stretches)) // segment
                   for tokens in train)
     steps = min(320, 40 * batches)

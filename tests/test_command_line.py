@@ -588,7 +588,7 @@ def test_the_script_itself_exits_with_2_and_one_line():
 def test_batch_that_the_ranks_do_not_divide(tmp_path):
     process = run([*TINY, *make_data(tmp_path), "--batch_tokens=768"], ranks=2)
     assert process.returncode == 1  # torchrun's own
-    sentence = "a multiple of ranks × sequence_tokens = 2 × 256; the nearest is --batch_tokens=1024"
+    sentence = "a multiple of 2 ranks × sequence_tokens=256; the nearest is 1024"
     assert process.stderr.count(sentence) == 1
 
 

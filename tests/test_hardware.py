@@ -1,6 +1,7 @@
 """What follows from the hardware: types, attention, compiling, tiles, and which sequence fits."""
 import os
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +74,11 @@ def fitted(*arguments: str) -> tuple[train_gpt.Hyperparameters, str]:
     return hp, "".join(note for note in notes if note.startswith("warning"))
 
 
+def parameter_memory(hp: train_gpt.Hyperparameters, hardware: Hardware) -> float:
+    """Without a token: parameters, gradients and optimizers."""
+    return memory_needed(replace(hp, sequence_tokens=0, val_sequence_tokens=0), hardware)
+
+
 # ---- the length of a sequence ----
 
 @pytest.mark.parametrize("preset, gigabytes, tokens, val_tokens", [
@@ -129,9 +135,11 @@ def test_fp8_keeps_the_gradient_of_the_logits_twice(cards):
     cards(80)
     per_token = {}
     for fp8 in ("true", "false"):
-        hp = train_gpt.parse_command_line(["--preset=h100", f"--fp8_head={fp8}"])
-        memory = memory_needed(hp, train_gpt.find_hardware(hp))
-        per_token[fp8] = memory.training / hp.sequence_tokens
+        hp = train_gpt.parse_command_line(["--preset=h100", f"--fp8_head={fp8}",
+                                           "--val_sequence_tokens=0"])
+        hardware = find_hardware(hp)
+        activations = memory_needed(hp, hardware) - parameter_memory(hp, hardware)
+        per_token[fp8] = activations / hp.sequence_tokens
     assert per_token["true"] - per_token["false"] == 2 * 50304
 
 
@@ -151,9 +159,9 @@ def test_ranks_that_do_not_divide_the_batch_are_what_is_said(cards, monkeypatch)
     cards(*[24] * 3)
     monkeypatch.setenv("WORLD_SIZE", "3")
     hp, _ = fitted("--preset=2025-01-04")
-    with pytest.raises(UserError, match="--batch_tokens=524288: .* 3 × 65536; the nearest is "
-                                        "--batch_tokens=589824"):
-        train_gpt.micro_steps(hp, find_hardware(hp))
+    with pytest.raises(UserError, match="--batch_tokens=524288: .* 3 ranks × "
+                                        "sequence_tokens=65536; the nearest is 589824"):
+        train_gpt.check_sequences(hp, world_size=3)
     assert fitted("--preset=2025-01-04", "--batch_tokens=589824")[0].sequence_tokens == 32768
     assert fitted("--preset=h100")[0].sequence_tokens == 16384, "a part of 131,072"
 
@@ -217,9 +225,9 @@ def test_ranks_that_do_not_divide_the_laptops_batch_are_what_is_said(host_memory
     monkeypatch.setenv("WORLD_SIZE", "3")
     hp, _ = fitted("--preset=laptop")
     train_gpt.check_sequences(hp)
-    with pytest.raises(UserError, match="--batch_tokens=4096: .* 3 × 4096; the nearest is "
-                                        "--batch_tokens=12288"):
-        train_gpt.micro_steps(hp, find_hardware(hp))
+    with pytest.raises(UserError, match="--batch_tokens=4096: .* 3 ranks × sequence_tokens=4096; "
+                                        "the nearest is 12288"):
+        train_gpt.check_sequences(hp, world_size=3)
 
 
 def test_a_huge_batch_is_divided_in_no_time(cards):
@@ -239,8 +247,8 @@ def test_what_fits_at_no_length_is_tried_at_the_shortest_with_a_warning(cards):
 
 def test_the_warning_is_in_the_log_and_the_run_goes_on(data, capsys, monkeypatch, host_memory):
     host_memory(1)
-    monkeypatch.setattr(train_gpt, "memory_needed", lambda hp, hardware: train_gpt.Memory(
-        0.0, hp.sequence_tokens * GIB / 128, 0.0))
+    monkeypatch.setattr(train_gpt, "memory_needed", lambda hp, hardware: hp.sequence_tokens
+                        * GIB / 128)
     assert train_gpt.main([*TINY, *data, "--run_id=warned"]) == 0
     sentence = ("warning: a step needs about 2.0 GiB and there are 1.0; give "
                 "--sequence_tokens=128")
@@ -324,7 +332,7 @@ def test_the_memory_of_weights_and_optimizers_is_that_of_the_model(preset, dtype
         hardware = Hardware(world_size=world_size, dtype=dtype)
         expected = 5 * (groups["embed"] + groups["head"])
         expected += (3 + 1 / world_size) * groups["muon"] + 3 * hp.ngram_tokens
-        fixed = memory_needed(hp, hardware).parameters
+        fixed = parameter_memory(hp, hardware)
         assert fixed == pytest.approx(expected, rel=1e-9)
         assert groups["scalar"] < 1e-4 * fixed, "too few to count"
 
@@ -335,9 +343,9 @@ def test_embeddings_in_float32_take_as_many_bytes_as_they_have(preset):
     with torch.device("meta"):
         model = train_gpt.GPT(hp, BF16)
     embeddings = bytes_of([model.embed.weight, *model.value_embeds.parameters()])
-    more = memory_needed(hp, Hardware(dtype=BF16))
-    less = memory_needed(hyperparameters(preset), Hardware(dtype=BF16))
-    assert more.parameters - less.parameters == 5 * embeddings / 2
+    more = parameter_memory(hp, Hardware(dtype=BF16))
+    less = parameter_memory(hyperparameters(preset), Hardware(dtype=BF16))
+    assert more - less == 5 * embeddings / 2
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -359,7 +367,9 @@ def test_activations_are_more_than_what_the_backward_pass_keeps(tiny, dtype):
         loss = model(tokens[:-1].int(), tokens[1:], window)
     assert loss.isfinite()
     saved = sum(size for pointer, size in kept.items() if pointer not in own)
-    assert 0.5 * saved < memory_needed(hp, Hardware(dtype=dtype)).training < 4 * saved
+    hardware = Hardware(dtype=dtype)
+    activations = memory_needed(hp, hardware) - parameter_memory(hp, hardware)
+    assert 0.5 * saved < activations < 4 * saved
 
 
 # ---- FP8 ----

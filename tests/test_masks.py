@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import BLOCK, NO_LIMIT, Mask, attend, build_mask, number_documents, window_at
+from train_gpt import BLOCK, NO_LIMIT, Mask, attend, build_mask, document_ids, window_at
 
 DOCUMENT = 7
 UNITS = ("block", "token", "token_in_block")
@@ -77,14 +77,14 @@ def by_blocks(dense: torch.Tensor) -> torch.Tensor:
 @given(inputs(), windows())
 @settings(max_examples=100)
 def test_block_mask_is_the_brute_force_mask(tokens, window):
-    mask = build_mask(number_documents(tokens, DOCUMENT, 0), window, "flex", 9).block_mask
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "flex", 9).block_mask
     assert torch.equal(expanded(mask), brute_force(tokens, window))
 
 
 @given(inputs(), windows())
 def test_block_lists_hold_no_block_too_many(tokens, window):
     """Listed are the blocks with something to see, and full are those seen whole."""
-    mask = build_mask(number_documents(tokens, DOCUMENT, 0), window, "flex", 9).block_mask
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "flex", 9).block_mask
     pairs = by_blocks(brute_force(tokens, window))
     assert torch.equal(mask.to_dense()[0, 0].bool(), pairs.any(-1))
     full = [[column for column in range(len(pairs)) if pairs[row, column].all()]
@@ -94,7 +94,7 @@ def test_block_lists_hold_no_block_too_many(tokens, window):
 
 @given(inputs(), windows())
 def test_the_lists_of_the_backward_pass_are_the_transposed_ones(tokens, window):
-    mask = build_mask(number_documents(tokens, DOCUMENT, 0), window, "flex", 9).block_mask
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "flex", 9).block_mask
     for kind in ("", "full_"):
         keys = block_lists(getattr(mask, f"{kind}kv_num_blocks"),
                            getattr(mask, f"{kind}kv_indices"))
@@ -120,16 +120,16 @@ def expanded_band(bias: torch.Tensor) -> torch.Tensor:
 @settings(max_examples=100)
 def test_band_is_the_brute_force_mask(tokens, window, more):
     blocks_back = train_gpt.blocks_back(*window.tolist()) + more
-    mask = build_mask(number_documents(tokens, DOCUMENT, 0), window, "banded", blocks_back)
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "banded", blocks_back)
     assert torch.equal(expanded_band(mask.bias), brute_force(tokens, window))
 
 
 @given(inputs(), windows(), st.sampled_from([64, 128, 256]))
 def test_segments_separate_like_documents(tokens, window, segment):
     expected = brute_force(tokens, window, segment)
-    flex = build_mask(number_documents(tokens, DOCUMENT, segment), window, "flex", 9)
+    flex = build_mask(document_ids(tokens, DOCUMENT, segment), window, "flex", 9)
     assert torch.equal(expanded(flex.block_mask), expected)
-    banded = build_mask(number_documents(tokens, DOCUMENT, segment), window, "banded", 9)
+    banded = build_mask(document_ids(tokens, DOCUMENT, segment), window, "banded", 9)
     assert torch.equal(expanded_band(banded.bias), expected)
 
 
@@ -178,7 +178,7 @@ def assert_same_attention(mask: Mask, dense: torch.Tensor, tensors: list, attent
 @given(inputs(), windows(), st.integers(0, 2))
 def test_banded_attention_is_dense_attention(tokens, window, more):
     blocks_back = train_gpt.blocks_back(*window.tolist()) + more
-    mask = build_mask(number_documents(tokens, DOCUMENT, 0), window, "banded", blocks_back)
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "banded", blocks_back)
     assert_same_attention(mask, brute_force(tokens, window), random_heads(len(tokens)))
 
 
@@ -196,7 +196,7 @@ def token_window(tokens: int) -> torch.Tensor:
 def test_banded_attention_for_other_shapes(heads, head_dim):
     tokens = three_blocks(0, 150)
     window = token_window(200)
-    mask = build_mask(number_documents(tokens, DOCUMENT, 0), window, "banded", 2)
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "banded", 2)
     tensors = random_heads(len(tokens), heads, head_dim)
     assert_same_attention(mask, brute_force(tokens, window), tensors)
 
@@ -217,7 +217,7 @@ def attend_elsewhere(q, k, v, mask):
 def test_banded_attention_from_torch_operators_is_dense_attention(tokens, window):
     """The branch for devices that are neither the CPU nor compiled CUDA."""
     blocks_back = train_gpt.blocks_back(*window.tolist())
-    mask = build_mask(number_documents(tokens, DOCUMENT, 0), window, "banded", blocks_back)
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "banded", blocks_back)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "BandedAttention", None)  # so that it cannot be this that answers
         assert_same_attention(mask, brute_force(tokens, window), random_heads(len(tokens)),
@@ -229,7 +229,7 @@ def test_flex_attention_is_dense_attention():
     """Not compiled it uses the function and not the lists: so with a window in tokens."""
     tokens = three_blocks(0, 150, 151, 300)
     window = token_window(192)
-    mask = build_mask(number_documents(tokens, DOCUMENT, 0), window, "flex", 2)
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "flex", 2)
     *qkv, _ = random_heads(len(tokens))
     expected = reference.dense_attention(*qkv, brute_force(tokens, window))
     torch.testing.assert_close(attend(*qkv, mask), expected, rtol=1e-5, atol=1e-5)
@@ -238,7 +238,7 @@ def test_flex_attention_is_dense_attention():
 def test_banded_attention_in_bfloat16_is_near():
     tokens = three_blocks()
     window = token_window(192)
-    mask = build_mask(number_documents(tokens, DOCUMENT, 0), window, "banded", 2)
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "banded", 2)
     dense = brute_force(tokens, window)
     tensors = [x.bfloat16() for x in random_heads(len(tokens))]
     ours = with_gradients(lambda *qkv: attend(*qkv, mask), *tensors)
@@ -257,7 +257,7 @@ def test_one_graph_computes_the_attention_of_every_window():
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
     for window in (token_window(100), token_window(300)):
-        mask = build_mask(number_documents(tokens, DOCUMENT, 0), window, "banded", 2)
+        mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "banded", 2)
         assert_same_attention(mask, brute_force(tokens, window), tensors, compiled)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -265,7 +265,7 @@ def test_one_graph_computes_the_attention_of_every_window():
 def test_a_window_costs_what_it_sees():
     """Not compiled, only this step's part of the band is used: the rest may as well be NaN."""
     window = torch.tensor([NO_LIMIT, 1], dtype=torch.int32)
-    mask = build_mask(number_documents(torch.zeros(4 * BLOCK), DOCUMENT, 0), window, "banded", 3)
+    mask = build_mask(document_ids(torch.zeros(4 * BLOCK), DOCUMENT, 0), window, "banded", 3)
     poisoned = mask.bias.clone()
     poisoned[..., :-BLOCK] = math.nan
     *qkv, _ = random_heads(4 * BLOCK)

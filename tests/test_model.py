@@ -18,7 +18,7 @@ from test_lineage import shake
 import train_gpt
 from train_gpt import (
     GPT,
-    Float8Product,
+    Float8Matmul,
     Hardware,
     Rotary,
     UserError,
@@ -345,7 +345,7 @@ def head_inputs(tokens: int = TOKENS) -> tuple:
 
 def float8_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """With the scales that the model chooses by default, for the mean loss of these tokens."""
-    return Float8Product.apply(x, weight, 448 / x.size(1) ** 0.5, 32.0, 2.0**15 * len(x))
+    return Float8Matmul.apply(x, weight, 448 / x.size(1) ** 0.5, 32.0, 2.0**15 * len(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -91,7 +91,7 @@ def test_of_many_successors_the_most_frequent_are_kept(tmp_path):
     start, end = ngrams.starts_1[:2].tolist()
     assert end - start == NGrams.MOST_SUCCESSORS
     assert ngrams.successors_1[start:end].tolist() == list(range(1, 1 + NGrams.MOST_SUCCESSORS))
-    assert (ngrams.chances_1[start:end].diff() < 0).all()
+    assert (ngrams.probs_1[start:end].diff() < 0).all()
 
 
 def test_a_context_ends_at_a_document(tmp_path):
@@ -133,7 +133,7 @@ def test_what_is_counted_is_in_no_batch(tmp_path_factory, sizes, steps, segment,
             for index in range(steps) for token in loader.read(index).flatten().tolist()}
     stretches = loader.unused(steps, limit)
     counted = [(shard.path, token) for shard, start, length in stretches
-               for token in loader.read_stretch(shard, start, length).tolist()]
+               for token in loader.read_span(shard, start, length).tolist()]
     assert len(counted) == len(set(counted)) <= limit
     assert not read & set(counted)
     if limit >= sum(sizes) and not steps:

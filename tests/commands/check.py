@@ -44,8 +44,9 @@ def free_bytes(hardware: Hardware) -> tuple[int | None, str]:
 
 
 def check_memory(hp: Hyperparameters, hardware: Hardware) -> str:
-    memory = train_gpt.memory_needed(hp, hardware)
-    needed = memory.peak
+    needed = train_gpt.memory_needed(hp, hardware)
+    parameters = train_gpt.memory_needed(replace(hp, sequence_tokens=0, val_sequence_tokens=0),
+                                         hardware)
     free, name = free_bytes(hardware)
     if free is None:
         return f"about {needed / GIB:.1f} GiB needed; this system does not say how much is free"
@@ -53,8 +54,8 @@ def check_memory(hp: Hyperparameters, hardware: Hardware) -> str:
         raise UserError(f"{name}: about {needed / GIB:.1f} GiB needed and {free / GIB:.1f} free; "
                         f"{train_gpt.less_memory(hp, hardware)}")
     return (f"{name}, about {needed / GIB:.1f} GiB needed of {free / GIB:.1f} free: "
-            f"{memory.parameters / GIB:.1f} of parameters, gradients and optimizers, "
-            f"{(needed - memory.parameters) / GIB:.1f} of activations")
+            f"{parameters / GIB:.1f} of parameters, gradients and optimizers, "
+            f"{(needed - parameters) / GIB:.1f} of activations")
 
 
 def longest_sequences(hp: Hyperparameters, hardware: Hardware) -> str:
@@ -67,7 +68,7 @@ def longest_sequences(hp: Hyperparameters, hardware: Hardware) -> str:
         fitted = replace(hp)
         for name in train_gpt.SEQUENCE_LENGTHS:
             setattr(fitted, name, train_gpt.fitting_length(fitted, gpu, name))
-        fits = train_gpt.memory_needed(fitted, gpu).peak <= gpu.memory_bytes
+        fits = train_gpt.memory_needed(fitted, gpu) <= gpu.memory_bytes
         found.append(f"{size} GB: {fitted.sequence_tokens:,}" if fits else f"{size} GB: none")
     return f"tokens per sequence on GPUs of {', '.join(found)}"
 
@@ -86,7 +87,8 @@ def check_log_folder(hp: Hyperparameters, hardware: Hardware) -> str:
 
 
 def check_batch(hp: Hyperparameters, hardware: Hardware) -> str:
-    steps = train_gpt.micro_steps(hp, hardware)
+    train_gpt.check_sequences(hp, world_size=hardware.world_size)
+    steps = hp.batch_tokens // (hardware.world_size * hp.sequence_tokens)
     return f"{hardware.world_size} ranks × {steps} micro-steps × {hp.sequence_tokens:,} tokens"
 
 

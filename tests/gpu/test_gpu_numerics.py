@@ -51,7 +51,7 @@ def test_flex_attention_agrees_with_banded(window, monkeypatch):
     weight, *qkv = torch.randn(4, tokens, 2, 16, generator=generator)
     window_tensor = torch.tensor(window, dtype=torch.int32)
     blocks_back = train_gpt.blocks_back(*window)
-    documents = train_gpt.number_documents(inputs, document_token=0, segment_tokens=0)
+    documents = train_gpt.document_ids(inputs, document_token=0, segment_tokens=0)
     results = []
     for attention in ("banded", "flex"):
         mask = train_gpt.build_mask(documents, window_tensor, attention, blocks_back)

@@ -3,6 +3,8 @@
 Import it only in a script that fake_gpu.py runs: train_gpt.py imports Dynamo, which has to see the
 mocks.
 """
+import dataclasses
+
 import fake_gpu
 import torch
 import train_gpt
@@ -31,7 +33,7 @@ def build_trainer(arguments: list[str], micro_steps: int = 0) -> train_gpt.Train
     hp = train_gpt.parse_command_line(["--preset=h100", "--val_tokens=1048576", *arguments])
     hardware = train_gpt.find_hardware(hp)
     train_gpt.fit_to_hardware(hp, hardware)
-    micro_steps = micro_steps or train_gpt.micro_steps(hp, hardware)
+    micro_steps = micro_steps or hp.batch_tokens // (hardware.world_size * hp.sequence_tokens)
     val_sequence = hp.val_sequence_tokens or hp.sequence_tokens
     hp.batch_tokens = hardware.world_size * micro_steps * hp.sequence_tokens
     hp.val_tokens = hardware.world_size * val_sequence
@@ -57,5 +59,6 @@ def window_changes(trainer: train_gpt.Trainer) -> list[int]:
 
 def estimated_memory(trainer: train_gpt.Trainer) -> tuple[float, float]:
     """(bytes of parameters, gradients and optimizers; bytes in all), as the trainer estimates."""
-    memory = train_gpt.memory_needed(trainer.hp, trainer.hardware)
-    return memory.parameters, memory.peak
+    no_tokens = dataclasses.replace(trainer.hp, sequence_tokens=0, val_sequence_tokens=0)
+    return (train_gpt.memory_needed(no_tokens, trainer.hardware),
+            train_gpt.memory_needed(trainer.hp, trainer.hardware))
