@@ -8,7 +8,7 @@
 
 Contents, in the order in which a token travels from a shard to an updated weight:
     1  hyperparameters        the numbers to edit; presets
-    2  hardware               device, number types, compiler
+    2  hardware               what a process knows of its device (found out in section 12)
     3  data                   memory-mapped token shards, batches
     4  masks and attention    causal ∧ same document ∧ within the window; FlexAttention, banded
     5  model                  the U-Net GPT with value embeddings; n-gram tables, copies
@@ -19,7 +19,7 @@ Contents, in the order in which a token travels from a shard to an updated weigh
     9  checkpoints            write, find and restore them
    10  evaluation             validation loss, samples of text, HellaSwag
    11  ranks and faults       the process group, signals, ranks that fail
-   12  before a run           the memory that it needs, the tokens that there are
+   12  before a run           device and compiler, the memory needed, the tokens that there are
    13  command line and main
 """
 import argparse
@@ -43,6 +43,7 @@ import os
 import pickle
 import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -213,6 +214,10 @@ class Hyperparameters:
     origins = {}    # not a field: where each value comes from (default, preset, command line)
 
     @property
+    def is_byte_level(self) -> bool:
+        return self.vocab_size <= 257  # bytes, and the document token
+
+    @property
     def padded_vocab(self) -> int:
         multiple = math.lcm(self.vocab_multiple, 16 if self.fp8_head else 1)  # FP8 needs 16
         return -(-self.vocab_size // multiple) * multiple
@@ -257,14 +262,14 @@ LAPTOP = dict(
     num_steps=500, batch_tokens=4096, sequence_tokens=4096, segment_tokens=512,
     align_documents=False, val_sequence_tokens=0,
     val_every=0, val_tokens=2**19, val_start=2**19, target_loss=1.20,  # tuned on the 2**19 before
-    num_layers=2, num_heads=2, model_dim=128, fp8_head=False,
+    num_layers=2, num_heads=3, model_dim=96, fp8_head=False,
     window_start=256, window_end=256, cooldown=0.5)
 # Also the laptop's, but a dated preset given with it keeps its own architecture at this size.
 LAPTOP_ARCHITECTURE = dict(
     value_layout="per_layer", no_attention="none", attention_scale=0.0, norm_eps=0.0,
     init_bound=1.0, logit_scale=1.0, window_rounding="down", short_window_layers="none",
-    ngram_order=6, ngram_tokens=90_000_000, copy_lengths=(3, 5, 8, 12, 20), sum_loss=False,
-    head_rate=0.008, adam_eps=1e-8, adam_eps_first=False, rate_floor=0.0)
+    ngram_order=6, ngram_tokens=90_000_000, copy_lengths=(2, 3, 4, 5, 6, 8, 12, 16, 20, 32),
+    sum_loss=False, head_rate=0.008, adam_eps=1e-8, adam_eps_first=False, rate_floor=0.0)
 
 # The historical systems on 8×H100 (README: The lineage). Each is stated completely, so that no edit
 # of a default changes it.
@@ -676,16 +681,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
         out = flex_attention(q, k, v, block_mask=mask.block_mask, scale=scale,
                              kernel_options=mask.flex_options)
         return out.squeeze(0).transpose(0, 1)  # [0] would copy the gradient
-    span = mask.bias.size(-1)
-    if q.device.type == "cpu":
-        if not torch.compiler.is_compiling():  # a narrow window costs less; a graph has one shape
-            span = min(span, (blocks_back(*mask.window.tolist()) + 1) * BLOCK)
-        bias = mask.bias[..., -span:]
-        if q.dtype == torch.float64:
-            bias = bias.double()  # PyTorch takes float32 here and reads its bytes as float64
-        return BandedAttention.apply(q, k, v, bias, scale)
+    bias = mask.bias.type_as(q)
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():  # a graph has one shape
+        span = (blocks_back(*mask.window.tolist()) + 1) * BLOCK
+        bias = bias[..., -span:]  # a narrow window costs less
+    span = bias.size(-1)
     out = F.scaled_dot_product_attention(query_blocks(q), key_bands(k, span), key_bands(v, span),
-                                         attn_mask=mask.bias.type_as(q), scale=scale)
+                                         attn_mask=bias, scale=scale)
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -743,67 +745,11 @@ def key_bands(x: Tensor, span: int) -> Tensor:
     return F.pad(x, (0, 0, 0, 0, span - BLOCK, 0)).unfold(0, span, BLOCK).transpose(2, 3)
 
 
-def fold_bands(bands: Tensor) -> Tensor:
-    """The transpose of key_bands: sums the gradients of the overlapping views."""
-    blocks, heads, span, head_dim = bands.shape
-    total = bands.new_zeros(blocks, BLOCK, heads, head_dim)
-    for back in range(span // BLOCK):  # the part of each band that lies this many blocks back
-        part = bands[back:, :, span - (back + 1) * BLOCK:span - back * BLOCK]
-        total[:blocks - back] += part.transpose(1, 2)
-    return total.flatten(0, 1)
-
-
-class BandedAttention(torch.autograd.Function):
-    """On the CPU, where FlexAttention has no backward.
-
-    Plain SDPA, with autograd through the bands, takes 1.12 times as long at the laptop's shape and
-    1.02 times with a window of 1,792 tokens (forward and backward, two threads).
-    """
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor,
-                scale: float | None) -> Tensor:
-        span = bias.size(-1)
-        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query_blocks(q), key_bands(k, span), key_bands(v, span), attn_mask=bias, scale=scale)
-        ctx.save_for_backward(q, k, v, out, logsumexp, bias)
-        ctx.scale = scale
-        return out.transpose(1, 2).reshape(q.shape)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        q, k, v, out, logsumexp, bias = ctx.saved_tensors
-        span = bias.size(-1)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            query_blocks(grad.contiguous()), query_blocks(q), key_bands(k, span),
-            key_bands(v, span), out, logsumexp, 0.0, False, attn_mask=bias, scale=ctx.scale)
-        return dq.transpose(1, 2).reshape(q.shape), fold_bands(dk), fold_bands(dv), None, None
-
-
 # ═══ 5  Model: a U-Net of transformer blocks over one long sequence (batch size 1) ════════════════
 
 def norm(x: Tensor, eps: float = 0.0) -> Tensor:
     """eps=0: that of the number type."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype == torch.bfloat16:
-        return F.rms_norm(x, (x.size(-1),), eps=eps or None)
-    return RMSNorm.apply(x, eps or torch.finfo(x.dtype).eps)
-
-
-class RMSNorm(torch.autograd.Function):
-    """On the CPU, where PyTorch has no kernel for it: 0.62 of autograd's time."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, eps: float) -> Tensor:
-        factor = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
-        y = x * factor
-        ctx.save_for_backward(y, factor)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        y, factor = ctx.saved_tensors
-        along_y = (grad * y).mean(dim=-1, keepdim=True)
-        return torch.addcmul(grad, y, along_y, value=-1).mul_(factor), None
+    return F.rms_norm(x, (x.size(-1),), eps=eps or None)
 
 
 class Linear(nn.Linear):
@@ -879,27 +825,9 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         cos = self.cos[:x.size(0)]
         sin = self.sin[:x.size(0)]
-        if not torch.compiler.is_compiling():
-            both_cos = torch.cat((cos, cos), dim=-1)
-            both_sin = torch.cat((sin, -sin), dim=-1)
-            return Rotate.apply(x.to(cos.dtype), both_cos, both_sin).type_as(x)
         first, second = x.to(cos.dtype).chunk(2, dim=-1)
         rotated = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
         return rotated.type_as(x)
-
-
-class Rotate(torch.autograd.Function):
-    """Whole heads at a time, and the gradient rotated back: 0.35 of autograd's time on the CPU."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return (x * cos).addcmul_(x.roll(x.size(-1) // 2, dims=-1), sin)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        cos, sin = ctx.saved_tensors
-        return Rotate.apply(grad, cos, -sin), None, None
 
 
 class Attention(nn.Module):
@@ -1040,7 +968,7 @@ class NGrams(nn.Module):
             found = in_document & (contexts[row] == context)
             start = starts[row]
             length = torch.where(found, starts[row + 1] - start, 0)
-            # Rows of overlapping views: 0.19 of the time of an index for every entry.
+            # Rows of overlapping views: 0.97 of the laptop's step.
             successor, prob = (entries.unfold(0, self.MOST_SUCCESSORS, 1).index_select(0, start)
                                for entries in (successors, probs))
             prob = torch.where(numbers < length[:, None], prob.to(total.dtype), 0.0)
@@ -1729,11 +1657,16 @@ class Clock:
         return ms
 
 
-def train(hp: Hyperparameters, hardware: Hardware, data: Data, run) -> int:
-    """The whole run, in the folder and from the checkpoint of `run` (section 9).
+class Run(NamedTuple):
+    """Where a run writes, and what it continues."""
+    folder: Path
+    checkpoint: dict | None = None
+    log_sizes: dict = {}        # where the logs ended at the checkpoint
+    notes: tuple = ()           # for the log
 
-    Returns the exit code: 0, or 128 + the signal that stopped it.
-    """
+
+def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
+    """The whole run. Returns the exit code: 0, or 128 + the signal that stopped it."""
     join_group(hardware)
     trainer = Trainer(hp, hardware, data)
     clock = Clock(hardware.device)
@@ -1816,7 +1749,7 @@ class Logger:
     Training matters more than its log: a sink that fails is dropped with one warning.
     """
 
-    def __init__(self, run, hp: Hyperparameters, hardware: Hardware, data: Data):
+    def __init__(self, run: Run, hp: Hyperparameters, hardware: Hardware, data: Data):
         self.folder = run.folder
         self.sinks = {}
         self.sizes = {}     # of the files, also of those that have failed
@@ -1943,7 +1876,6 @@ def step_metrics(trainer: Trainer, clock: Clock, step: int) -> dict:
 def peak_memory_mib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    import resource  # not on Windows
     unit = 2**10 if sys.platform == "linux" else 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
@@ -2098,7 +2030,7 @@ def check_saved(hyperparameters: dict) -> dict:
         raise ValueError(f"an older train_gpt.py wrote it, without {', '.join(sorted(missing))}")
     values = {name: value for name, value in hyperparameters.items() if name in known}
     try:
-        check_types(Hyperparameters(**values))
+        validate(Hyperparameters(**values))
     except UserError as error:
         raise ValueError(str(error)) from None
     return values
@@ -2120,14 +2052,6 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
                 raise ValueError("the state of an optimizer is missing or of another shape")
         clock.ms = {kind: float(checkpoint["clock_ms"][kind]) for kind in clock.ms}
     return step
-
-
-class Run(NamedTuple):
-    """Where a run writes, and what it continues."""
-    folder: Path
-    checkpoint: dict | None = None
-    log_sizes: dict = {}        # where the logs ended at the checkpoint
-    notes: tuple = ()           # for the log
 
 
 def find_run(hp: Hyperparameters) -> Run:
@@ -2196,7 +2120,6 @@ def load_model(path: str, hardware: Hardware) -> GPT:
         file = saved[-1] if saved else file / "model.pt"
     state = read_checkpoint(file)
     hp = Hyperparameters(**state["hyperparameters"])
-    validate(hp)  # its sizes are within reason
     hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here only room for the prompt
     hp.val_sequence_tokens = 0
     with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
@@ -2229,7 +2152,7 @@ def evaluate(trainer: Trainer) -> dict:
     totals[2] = trainer.stop_requested
     loss, text_tokens, stops = all_reduce_sum(totals, hardware)
     trainer.stopping = stops > 0
-    if hp.vocab_size <= 257:  # bytes
+    if hp.is_byte_level:
         text_bytes = text_tokens
     else:
         text_bytes = (trainer.data.bytes_per_token or 0) * hp.val_tokens
@@ -2246,7 +2169,7 @@ def widest_dtype(hardware: Hardware) -> torch.dtype:
 
 def text_codec(hp: Hyperparameters) -> tuple:
     """(text → tokens, tokens → text): bytes, or GPT-2's vocabulary."""
-    if hp.vocab_size <= 257:
+    if hp.is_byte_level:
         def decode(tokens):
             return bytes(token for token in tokens if token < 256).decode(errors="replace")
         return (lambda text: list(text.encode())), decode
@@ -2272,6 +2195,7 @@ def sample(model: GPT, prompt: str, hp: Hyperparameters) -> str:
     device = model.skip_weights.device
     generator = torch.Generator().manual_seed(hp.seed)
     window = torch.tensor(window_at(model.hp, model.hp.num_steps), dtype=torch.int32, device=device)
+    # the window of a layer; a longer context costs more time for every token of the sample
     room = min(model.hp.sequence_tokens, (max_blocks_back(model.hp) + 2) * BLOCK)
     for _ in range(hp.sample_tokens):
         context = tokens[-room:]
@@ -2452,8 +2376,8 @@ class SignalHandler:
         self.received = 0.0     # when the first signal came
 
     def __enter__(self):
-        names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
-        self.previous = {name: signal.signal(getattr(signal, name), self.handle) for name in names}
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self.previous = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
     def handle(self, number: int, frame) -> None:
@@ -2480,8 +2404,8 @@ class SignalHandler:
             self.request_stop(signal.SIGTERM, "the end of its launcher")
 
     def __exit__(self, kind, error, traceback) -> None:
-        for name, handler in self.previous.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
         several_ranks = self.trainer.hardware.world_size > 1
         if isinstance(error, RuntimeError) and self.trainer.stop_requested and several_ranks:
             os._exit(1)  # the launcher stops this rank because another one is gone
