@@ -259,7 +259,7 @@ class Hyperparameters:
 LAPTOP = dict(
     train_files="data/enwik8/enwik8_train_*.bin", val_files="data/enwik8/enwik8_val_*.bin",
     vocab_size=257, vocab_multiple=1, document_token=256,       # bytes, and the document token
-    num_steps=500, batch_tokens=4096, sequence_tokens=4096, segment_tokens=512,
+    num_steps=600, batch_tokens=4096, sequence_tokens=4096, segment_tokens=512,
     align_documents=False, val_sequence_tokens=0,
     val_every=0, val_tokens=2**19, val_start=2**19, target_loss=1.20,  # tuned on the 2**19 before
     num_layers=2, num_heads=3, model_dim=96, fp8_head=False,

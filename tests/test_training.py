@@ -39,7 +39,7 @@ def test_a_world_of_three_divides_neither_parameters_nor_validation(data):
 def test_a_collective_that_nobody_answers_times_out(monkeypatch):
     silent = types.SimpleNamespace(is_completed=lambda: False)
     monkeypatch.setattr(train_gpt.dist, "all_reduce", lambda values, async_op: silent)
-    with pytest.raises(train_gpt.dist.DistError, match="no answer in 0.05 s"):
+    with pytest.raises(train_gpt.dist.DistError, match="no answer in time"):
         train_gpt.all_reduce_sum(torch.ones(2), train_gpt.Hardware(world_size=2, timeout=0.05))
 
 
@@ -123,7 +123,7 @@ def test_numbers_that_never_arrive_time_out(data):
     trainer.hardware.timeout = 0.05
     trainer.step(trainer.data.train.next_batch(), 0)
     trainer.unread[0] = trainer.unread[0]._replace(is_ready=lambda: False)
-    with pytest.raises(train_gpt.dist.DistError, match="no answer in 0.05 s"):
+    with pytest.raises(train_gpt.dist.DistError, match="no answer in time"):
         trainer.read_losses()
 
 
@@ -227,7 +227,7 @@ def test_a_cpu_without_a_compiler_trains_and_says_why_it_is_slower(data, tmp_pat
     assert not hardware.compile
     described = train_gpt.describe(hardware, train_gpt.environment(hardware))
     assert "not compiled: there is no C++ compiler" in described[1]
-    with pytest.raises(train_gpt.UserError, match="install it, or give --compile=no"):
+    with pytest.raises(train_gpt.UserError, match="no C.. compiler .* give --compile=no"):
         train_gpt.find_hardware(hyperparameters(data, "--compile=yes"))
 
 

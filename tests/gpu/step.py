@@ -36,8 +36,9 @@ def run(arguments: list[str]) -> dict:
     for p in trainer.model.parameters():
         p.grad = torch.zeros_like(p)
     adam, muon = trainer.optimizers
-    optimizers = dict(Adam=lengths(counted(adam.step)),
-                      Muon=lengths(counted(muon.step, lambda: adam.found_inf)))
+    optimizers = dict(
+        Adam=lengths(counted(adam.step)),
+        Muon=lengths(counted(lambda: muon.finish_updates(muon.start_updates(), trainer.found_inf))))
     after_warm_up = (*steps.values(), validation)
     return fake_gpu.report() | dict(
         limit=fake_gpu.card.shared_limit, step=steps[1], optimizers=optimizers,

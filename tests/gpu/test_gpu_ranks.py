@@ -37,7 +37,7 @@ def as_rank(rank: int, shards, *more: str, depth: str = "trace") -> dict:
     return json.loads(report.read_text())
 
 
-NUMBERS = ("allreduce_", 12, "float32")  # mean loss, gradient norm, stop flag: a step's last
+NUMBERS = ("allreduce_", 16, "float32")  # mean loss, gradient norm, stop, suspect: a step's last
 
 
 def per_step(collectives: list) -> list[list]:
