@@ -1542,7 +1542,7 @@ class Trainer:
     def queue_numbers(self, mean_loss: Tensor, step: int) -> None:
         """Sum loss, gradient norm and stop requests over the ranks, for read_losses."""
         norms = torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters()]))
-        suspect = norms.isfinite().logical_not().int().argmax()  # the first that is not finite
+        suspect = norms.argmax()  # of a parameter whose gradient is not finite, if there is one
         stop = torch.full_like(mean_loss, self.stop_requested)
         values = (mean_loss, norms.norm(), stop, suspect)
         values = torch.stack([value.type_as(mean_loss) for value in values])
@@ -1558,7 +1558,7 @@ class Trainer:
             numbers = all_reduce_sum(values, self.hardware)
             self.unread.append(QueuedStep(step, numbers, lambda: True))
         if self.read_behind:
-            self.found_inf = values.isfinite().all().logical_not().float()
+            self.found_inf = (0 * values.sum() != 0).float()  # 0 · ∞ is NaN, which is not 0
 
     def read_losses(self, leave: int = 0) -> dict[int, float]:
         """Of all queued steps but the newest `leave`: {steps done: mean loss over all ranks}."""
