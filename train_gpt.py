@@ -1572,8 +1572,11 @@ class Trainer:
             if not math.isfinite(loss + norm_sum):
                 names = [name for name, _ in self.model.named_parameters()]
                 suspect = names[round(suspect_sum / self.hardware.world_size)]  # of every rank
+                reason = f"gradient of {suspect} is not finite"
+                if math.isfinite(norm_sum):
+                    reason = "all gradients are finite"
                 raise self.not_finite(queued.step + 1, f"the loss of step {queued.step + 1} is "
-                                      f"{loss}", f"gradient of {suspect} is not finite")
+                                      f"{loss}", reason)
             losses[queued.step + 1] = loss
         return losses
 

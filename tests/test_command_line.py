@@ -707,6 +707,9 @@ def test_a_gradient_that_is_not_finite_stops_before_the_optimizers(data):
     with pytest.raises(UserError, match="is inf: gradient of blocks.0.mix is not finite"):
         trainer.step(batch, 0)
     assert all(map(torch.equal, before, trainer.model.parameters()))
+    trainer.model.blocks[0].mix.grad = torch.zeros(2)
+    with pytest.raises(UserError, match="is inf: all gradients are finite; the batch is 0"):
+        trainer.step(batch, 0)
 
 
 # ---- checkpoints ----
