@@ -8,7 +8,7 @@
 
 Contents, in the order in which a token travels from a shard to an updated weight:
     1  hyperparameters        the numbers to edit; presets
-    2  hardware               what a process knows of its device (found out in section 12)
+    2  hardware               rank, device, number types (section 12 finds them out)
     3  data                   memory-mapped token shards, batches
     4  masks and attention    causal ∧ same document ∧ within the window; FlexAttention, banded
     5  model                  the U-Net GPT with value embeddings; n-gram tables, copies
@@ -19,7 +19,7 @@ Contents, in the order in which a token travels from a shard to an updated weigh
     9  checkpoints            write, find and restore them
    10  evaluation             validation loss, samples of text, HellaSwag
    11  ranks and faults       the process group, signals, ranks that fail
-   12  before a run           device and compiler, the memory needed, the tokens that there are
+   12  before a run           device and compiler, memory estimate, token budget
    13  command line and main
 """
 import argparse
@@ -55,7 +55,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -88,10 +88,10 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def explained(what: str, remedy: str):
-    """Turn a foreign error into a UserError: "what: reason; remedy"."""
+    """Turn an error into a UserError: "what: reason; remedy"."""
     try:
         yield
-    except FOREIGN_ERRORS as error:
+    except (UserError, *FOREIGN_ERRORS) as error:
         raise UserError(f"{what}: {reason_of(error)}; {remedy}") from None
 
 
@@ -122,8 +122,8 @@ class Hyperparameters:
     # budget
     num_steps: int = 1750               # optimizer steps
     batch_tokens: int = 8 * 48 * 1024   # tokens per step over all ranks, whatever the world size
-    sequence_tokens: int = 48 * 1024    # tokens per forward pass; fewer where these do not fit
-    segment_tokens: int = 0             # pieces that a batch is made of (Loader); 0: one piece
+    sequence_tokens: int = 48 * 1024    # tokens per forward pass; reduced where memory is short
+    segment_tokens: int = 0             # tokens per piece of a batch (see Loader); 0: one piece
     align_documents: bool = True        # every sequence starts at a document (aligned_starts)
     epochs: int = 1                     # passes over the shards; above 1: in shuffled order
     val_every: int = 125                # steps between validations; 0: only at the end
@@ -137,21 +137,21 @@ class Hyperparameters:
     model_dim: int = 768                # width of the residual stream
     mlp_ratio: int = 4                  # hidden units of the MLP per unit of width
     value_layout: str | tuple = "ends"  # value tables: none, per_layer, mirrored, ends, or a tuple
-    value_lambdas: int = 2              # of the value mix: 2: λ0·v + λ1·ve; 1: (1−λ)·v + λ·ve
+    value_lambdas: int = 2              # 2: values are λ0·v + λ1·ve; 1: (1−λ)·v + λ·ve
     first_layer_values: bool = False    # mix the first layer's values into layers without a table
     no_attention: str | tuple = "second_decoder"  # layers without it: none, second_decoder, tuple
     rotary_base: float = 1024.0         # the slowest rotary frequency is 1/base radians per token
     rotary_fraction: float = 0.5        # part of a head's dimensions that is rotated
     rotary_endpoint: bool = True        # frequencies include 1/base; false: they stop one short
     attention_scale: float = 0.12       # factor on q·k; 0: 1/√head_dim
-    norm_eps: float = 2.0**-23          # inside the root of every norm; 0: that of the number type
-    init_bound: float = 0.75**0.5       # matrices start uniform in ±this/√inputs, outputs at 0
-    logit_scale: float = 0.0            # factor on the head's products; 0: 1/√model_dim
+    norm_eps: float = 2.0**-23          # of every RMS norm; 0: torch.finfo(dtype).eps
+    init_bound: float = 0.75**0.5       # matrices start uniform in ±this/√in_features, outputs at 0
+    logit_scale: float = 0.0            # factor on the logits, before softcap; 0: 1/√model_dim
     softcap: float = 15.0               # logits pass through c·tanh(logits/c); 0: off
     ngram_order: int = 0                # tokens in the longest context that is counted; 0: none
     ngram_tokens: int = 0               # tokens to count, of those that no batch of the run reads
-    ngram_share: float = 0.0            # part of every shard that batches leave to the n-grams
-    copy_lengths: tuple = ()            # suggest what followed the last so many tokens before
+    ngram_share: float = 0.0            # part of every shard that is kept for counting n-grams
+    copy_lengths: tuple = ()            # suggest what followed the last match of so many tokens
     # attention window, growing linearly over the run
     window_unit: str = "block"          # block (of 128), token (steps of 64), token_in_block (both)
     window_start: int = 0               # tokens, at step 0
@@ -163,20 +163,20 @@ class Hyperparameters:
     embed_rate: float = 0.6             # Adam: token and value embeddings
     head_rate: float = 0.22             # Adam: output head
     scalar_rate: float = 0.04           # Adam: skip weights and mixes
-    adam_beta1: float = 0.8             # Adam: decay of the mean
-    adam_beta2: float = 0.95            # Adam: decay of the square
-    adam_eps: float = 1e-10             # Adam: added to the root of the square
+    adam_beta1: float = 0.8             # Adam: decay rate of the first moment
+    adam_beta2: float = 0.95            # Adam: decay rate of the second moment
+    adam_eps: float = 1e-10             # Adam: added to the root of the second moment
     adam_eps_first: bool = True         # Adam: added before the bias correction; false: after it
     muon_rate: float = 0.05             # Muon: matrices of the blocks
     muon_momentum: float = 0.95         # Muon: final momentum
     muon_momentum_start: float = 0.85   # Muon: momentum at step 0
     muon_warmup_steps: int = 300        # Muon: steps from the first momentum to the final one
     muon_lerp: bool = True              # Muon: momentum averages the gradients; false: sums them
-    muon_nesterov: bool = True          # Muon: look ahead along the momentum
+    muon_nesterov: bool = True          # Muon: Nesterov momentum
     muon_decay: float = 0.0             # Muon: decoupled weight decay
     muon_steps: int = 5                 # Muon: Newton–Schulz iterations per update
-    cooldown: float = 0.45              # last part of the run, where rates fall (above 1: steps)
-    rate_floor: float = 0.1             # factor on the rates at the end of it
+    cooldown: float = 0.45              # last part of the run, where rates fall; above 1: steps
+    rate_floor: float = 0.1             # factor on the rates at the last step
     # hardware
     device: str = "auto"                # auto, cuda, cpu, mps
     dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), a type
@@ -197,7 +197,7 @@ class Hyperparameters:
     log_every: int = 10                 # steps between lines with the training loss
     save_model: bool = True             # write model.pt at the end
     save_every: int = 0                 # steps between checkpoints; 0: only when stopped
-    keep_checkpoints: int = 2           # how many of the last checkpoints stay
+    keep_checkpoints: int = 2           # number of latest checkpoints to keep
     resume: str = ""                    # auto: the latest run; a run's folder; a checkpoint
     resume_anyway: bool = False         # resume although an option changes the training
     timeout: float = 600.0              # seconds after which a rank that is silent stops the run
@@ -238,21 +238,23 @@ class Hyperparameters:
 
     @cached_property
     def value_tables(self) -> tuple:
-        """For each layer, the number of its value table, or None."""
+        """The index of each layer's value table, or None."""
         layers = self.num_layers
         half = layers // 2
         ends = max(1, layers // 4)
         named = {"none": (None,) * layers,
                  "per_layer": tuple(range(layers)),
                  "mirrored": (*range(half), *reversed(range(half)), *(None,) * (layers % 2)),
-                 "ends": (*range(ends), *(None,) * (layers - 2 * ends), *range(ends))[:layers]}
+                 "ends": (*range(ends), *(None,) * (layers - 2 * ends), *range(ends))}
         layout = named.get(self.value_layout, self.value_layout)
         used = [None if layer in self.layers_without_attention else table
                 for layer, table in enumerate(layout)]
-        # a layer without attention uses no table: number those that are left from 0
-        numbers = sorted({table for table in used if table is not None})
-        return tuple(None if table is None else numbers.index(table) for table in used)
+        # a layer without attention uses no table: the others are renumbered from 0
+        tables = sorted({*used} - {None})
+        return tuple(None if table is None else tables.index(table) for table in used)
 
+
+FIELDS = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
 
 # The laptop run: differences from the defaults above. Edit a laptop run here. Of the shapes tried
 # on two cores it has the lowest loss per second; records/NEGATIVE.md has the others.
@@ -261,10 +263,12 @@ LAPTOP = dict(
     vocab_size=257, vocab_multiple=1, document_token=256,       # bytes, and the document token
     num_steps=600, batch_tokens=4096, sequence_tokens=4096, segment_tokens=512,
     align_documents=False, val_sequence_tokens=0,
-    val_every=0, val_tokens=2**19, val_start=2**19, target_loss=1.20,  # tuned on the 2**19 before
+    val_every=0, val_tokens=2**19, val_start=2**19,     # it was tuned on the 2**19 tokens before
+    target_loss=1.20,
     num_layers=2, num_heads=3, model_dim=96, fp8_head=False,
     window_start=256, window_end=256, cooldown=0.5)
-# Also the laptop's, but a dated preset given with it keeps its own architecture at this size.
+# Applied before all other presets: --preset=2024-12-10+laptop keeps the dated architecture, at the
+# laptop's size.
 LAPTOP_ARCHITECTURE = dict(
     value_layout="per_layer", no_attention="none", attention_scale=0.0, norm_eps=0.0,
     init_bound=1.0, logit_scale=1.0, window_rounding="down", short_window_layers="none",
@@ -349,7 +353,7 @@ AT_MOST = dict(vocab_size=2**16, vocab_multiple=2**16, num_steps=10**12, batch_t
                adam_beta1=0.999999, adam_beta2=0.999999, muon_momentum=0.999999,
                muon_momentum_start=0.999999, muon_steps=100, seed=2**63 - 1, timeout=10**6)
 
-# Fields that a resumed run may change without becoming another training.
+# Fields that --resume may change: none of them changes a weight.
 MAY_CHANGE_ON_RESUME = {
     "target_loss", "val_every", "device", "attention", "compile", "tune_kernels", "tune_products",
     "log_dir", "run_id", "log_every", "save_model", "save_every",
@@ -357,18 +361,13 @@ MAY_CHANGE_ON_RESUME = {
     "checkpoint", "sample", "sample_tokens", "temperature", "top_k"}
 
 
-def as_dict(hp: Hyperparameters) -> dict:
-    return {field.name: getattr(hp, field.name) for field in dataclasses.fields(hp)}
-
-
 # ═══ 2  Hardware: what follows from the machine ═══════════════════════════════════════════════════
 
 @dataclass
 class Hardware:
-    """Where this process runs, and what follows from it."""
+    """The rank and device of this process, and what find_hardware (section 12) chose for them."""
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0                         # among the ranks of this machine
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32          # of activations
     muon_dtype: torch.dtype = torch.float32     # of Newton–Schulz
@@ -376,6 +375,7 @@ class Hardware:
     attention: str = "banded"
     flex_options: dict | None = None            # FlexAttention's tiles; None: Inductor's own
     compile: bool = False
+    # used around the loop only
     why_not_compiled: str = ""
     timeout: float = 600.0                      # seconds that a collective may take
     launcher_pid: int = 0                       # torchrun's process, on one machine; 0: none
@@ -414,8 +414,9 @@ class Shard:
                 return pages
         raise UserError(f"{self.path}: removed or changed since the run began; fetch it again")
 
-    def read_into(self, out: np.ndarray, start: int) -> None:
-        out[:] = np.frombuffer(self.pages, "<u2", len(out), HEADER_BYTES + 2 * start)
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """A view of the file."""
+        return np.frombuffer(self.pages, "<u2", length, HEADER_BYTES + 2 * start)
 
     def release_pages(self) -> None:
         """Return what was read to the system: resident memory does not grow with the data."""
@@ -455,9 +456,9 @@ class Loader:
             raise UserError(f"{pattern}: no token shards there; ./run.sh fetches what a preset "
                             "needs, and data/ has a script for each source")
         shards = [Shard(path) for path in self.paths]
-        generator = np.random.default_rng(seed)
-        self.shards = list(shards)      # in the order in which they are read
+        self.shards = shards        # in the order in which they are read
         if epochs > 1:
+            generator = np.random.default_rng(seed)
             self.shards = [shards[number] for _ in range(epochs)
                            for number in generator.permutation(len(shards))]
         self.epochs = epochs
@@ -470,24 +471,38 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
-        self.starts = {}        # of the aligned sequences: {shard: [batches, sequences]}
-        self.batches = []       # whole batches in each shard
+        self.sequence_starts = {}   # with align_documents: {shard: [batches, sequences]}
+        self.num_batches = []       # whole batches in each shard
         for shard in self.shards:
             if align_documents:
-                if shard not in self.starts and sum(self.batches) < num_batches:
-                    self.starts[shard] = aligned_starts(shard, batch_tokens // sequence_tokens,
-                                                        sequence_tokens, document_token)
-                self.batches.append(len(self.starts.get(shard, ())))
+                if shard not in self.sequence_starts and sum(self.num_batches) < num_batches:
+                    self.sequence_starts[shard] = aligned_starts(
+                        shard, batch_tokens // sequence_tokens, sequence_tokens, document_token)
+                self.num_batches.append(len(self.sequence_starts.get(shard, ())))
             else:
                 lane_tokens = max(0, shard.num_tokens - 1) // self.num_lanes
-                self.batches.append(int(share * lane_tokens) // self.segment_tokens)
-        self.ends = list(itertools.accumulate(self.batches))
-        self.index = 0          # the next batch: all there is to know about the position
-        self.prefetched = {}    # the batch being read in the background, by index
+                self.num_batches.append(int(share * lane_tokens) // self.segment_tokens)
+        self.batch_ends = list(itertools.accumulate(self.num_batches))
+        self.index = 0              # of the next batch: all there is to know about the position
+        self.prefetched = {}        # the batch being read in the background, by index
         self.reader = ThreadPoolExecutor(1, "loader", self.prepare_thread)
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self.batch_ends[-1]
+
+    def next_batch(self, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
+        """(inputs, targets) of each micro-step, on the device; the next batch is read meanwhile."""
+        if self.index >= len(self):
+            raise UserError(f"{self.pattern}: used up after {len(self):,} batches of "
+                            f"{self.batch_tokens:,} tokens; add shards, or give --epochs")
+        pending = self.prefetched.pop(self.index, None) or self.reader.submit(self.read, self.index)
+        host = pending.result().view(torch.int16)  # few CUDA kernels take uint16
+        tokens = host.to(self.device, non_blocking=True)
+        self.index += stride
+        if self.index < len(self):
+            self.prefetched = {self.index: self.reader.submit(self.read, self.index)}
+        return [(pieces[:, :-1].flatten().int() & 0xFFFF, pieces[:, 1:].flatten().long() & 0xFFFF)
+                for pieces in tokens]
 
     def prepare_thread(self) -> None:
         """A thread has a CUDA device of its own: pinned memory would open a context on GPU 0."""
@@ -495,10 +510,10 @@ class Loader:
             torch.cuda.set_device(self.device)
 
     def locate(self, index: int) -> tuple[Shard, int]:
-        """(the shard of a batch, the batch's number in it)"""
-        number = bisect.bisect_right(self.ends, index)
-        first = self.ends[number] - self.batches[number]
-        return self.shards[number], index - first
+        """The shard that holds a batch, and the index of the batch in it."""
+        shard_index = bisect.bisect_right(self.batch_ends, index)
+        first = self.batch_ends[shard_index] - self.num_batches[shard_index]
+        return self.shards[shard_index], index - first
 
     def read(self, index: int) -> Tensor:
         """This rank's part of a batch, on the host: uint16 [micro-steps, pieces, tokens + 1]."""
@@ -509,16 +524,16 @@ class Loader:
         tokens = host.numpy()
         for micro_step, piece in np.ndindex(tokens.shape[:2]):
             sequence = micro_step * self.world_size + self.rank
-            shard.read_into(tokens[micro_step, piece],
-                            self.start_of(shard, number, sequence, piece * piece_tokens))
+            start = self.start_of(shard, number, sequence, piece * piece_tokens)
+            tokens[micro_step, piece] = shard.tokens(start, piece_tokens + 1)
         shard.release_pages()
         self.check_range(shard, tokens, f"its batch {number}")
         return host
 
     def start_of(self, shard: Shard, number: int, sequence: int, offset: int) -> int:
-        """The place in the shard of a token of a sequence of a batch."""
-        if self.starts:
-            return int(self.starts[shard][number, sequence]) + offset
+        """Position in the shard of token `offset` of a sequence of a batch."""
+        if self.sequence_starts:
+            return int(self.sequence_starts[shard][number, sequence]) + offset
         lane_tokens = (shard.num_tokens - 1) // self.num_lanes
         lane, inside = divmod(sequence * self.sequence_tokens + offset, self.segment_tokens)
         return lane * lane_tokens + number * self.segment_tokens + inside
@@ -530,13 +545,12 @@ class Loader:
                             "another tokenizer")
 
     def unused(self, num_batches: int, limit: int) -> list[tuple[Shard, int, int]]:
-        """Stretches, of `limit` tokens at most, that the first `num_batches` batches do not read.
+        """Spans that the first `num_batches` batches do not read, `limit` tokens at most in total.
 
         Each is (shard, start, length), and follows what is read of a lane.
         """
-        batches_read = collections.Counter()
-        for shard, number in {self.locate(index) for index in range(num_batches)}:
-            batches_read[shard] += 1
+        read = {self.locate(index) for index in range(num_batches)}  # a set: epochs repeat batches
+        batches_read = collections.Counter(shard for shard, _ in read)
         spans = []
         for shard in dict.fromkeys(self.shards):
             lane_tokens = (shard.num_tokens - 1) // self.num_lanes
@@ -544,30 +558,15 @@ class Loader:
             length = min(lane_tokens - first, limit // self.num_lanes)
             if length > 0:
                 spans += [(shard, lane * lane_tokens + first, length)
-                              for lane in range(self.num_lanes)]
+                          for lane in range(self.num_lanes)]
                 limit -= length * self.num_lanes
         return spans
 
     def read_span(self, shard: Shard, start: int, length: int) -> np.ndarray:
-        tokens = np.empty(length, np.uint16)
-        shard.read_into(tokens, start)
+        tokens = shard.tokens(start, length).copy()
         shard.release_pages()
         self.check_range(shard, tokens, f"the {length} tokens from {start} on")
         return tokens
-
-    def next_batch(self, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
-        """(inputs, targets) of each micro-step, on the device; the next batch is read meanwhile."""
-        if self.index >= len(self):
-            raise UserError(f"{self.pattern}: used up after {len(self):,} batches of "
-                            f"{self.batch_tokens:,} tokens; add shards, or give --epochs")
-        pending = self.prefetched.pop(self.index, None) or self.reader.submit(self.read, self.index)
-        host = pending.result().view(torch.int16)  # CUDA has no uint16
-        tokens = host.to(self.device, non_blocking=True)
-        self.index += stride
-        if self.index < len(self):
-            self.prefetched = {self.index: self.reader.submit(self.read, self.index)}
-        return [(pieces[:, :-1].flatten().int() & 0xFFFF, pieces[:, 1:].flatten().long() & 0xFFFF)
-                for pieces in tokens]
 
 
 def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
@@ -577,13 +576,13 @@ def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
     The last document of a sequence is cut; the next sequence starts at the first document after it.
     As in the system of 2025-07-13, a batch is taken while twice its tokens are left in the shard.
     """
-    tokens = np.frombuffer(shard.pages, "<u2", shard.num_tokens, HEADER_BYTES)
+    tokens = shard.tokens(0, shard.num_tokens)
     documents = np.append(np.flatnonzero(tokens == document_token), shard.num_tokens)
     shard.release_pages()
     span = 2 * num_sequences * sequence_tokens
 
     def first_document(position: int) -> int:
-        """At this place or after it; the end of the shard where there is none."""
+        """The first one at the position or after it; the end of the shard where there is none."""
         number = np.searchsorted(documents, position)
         return documents[min(number, len(documents) - 1)]
 
@@ -615,10 +614,10 @@ class Data(NamedTuple):
 # ═══ 4  Masks and attention: causal ∧ same document ∧ within the window ═══════════════════════════
 
 def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
-    """(window_tokens, window_blocks), of which window_unit says which one limits.
+    """(window_tokens, window_blocks) of a step; NO_LIMIT for the one that window_unit leaves out.
 
-    A query at place q sees the key at place k where q − k < window_tokens and
-    q // BLOCK − k // BLOCK < window_blocks. Neither is ever zero.
+    A query at position q sees the key at position k where q − k < window_tokens and
+    q // BLOCK − k // BLOCK < window_blocks.
     """
     tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
     unit = BLOCK if hp.window_unit == "block" else 64
@@ -648,27 +647,32 @@ def max_blocks_back(hp: Hyperparameters) -> int:
 
 class Mask(NamedTuple):
     """What each query may look at, in the form that the attention back end takes."""
-    window: Tensor                      # int32 (tokens, blocks) of window_at
-    block_mask: BlockMask | None        # flex
-    bias: Tensor | None                 # banded
-    flex_options: dict | None = None    # flex: tiles of its kernels
+    block_mask: BlockMask | None = None     # flex
+    flex_options: dict | None = None        # flex: tiles of its kernels
+    bias: Tensor | None = None              # banded
 
 
 def document_ids(inputs: Tensor, document_token: int, segment_tokens: int) -> Tensor:
-    """The number of each token's document. A segment counts as a document."""
+    """The index of each token's document. A segment counts as a document."""
     starts = inputs == document_token
     if segment_tokens:
         starts = starts | (torch.arange(len(inputs), device=inputs.device) % segment_tokens == 0)
     return starts.cumsum(0, dtype=torch.int32)
 
 
-def build_mask(documents: Tensor, window: Tensor, attention: str, blocks_back: int,
+def build_mask(documents: Tensor, window: Tensor, attention: str, max_blocks_back: int,
                flex_options: dict | None = None) -> Mask:
-    """From the number of each token's document, which never falls along the sequence."""
+    """documents: the index of each token's document, which never falls along the sequence.
+
+    window: int32 (tokens, blocks) of window_at; max_blocks_back: of the whole run.
+    """
     if attention == "flex":
-        return Mask(window, flex_block_mask(documents, window), None, flex_options)
-    blocks_back = min(blocks_back, len(documents) // BLOCK - 1)
-    return Mask(window, None, band_bias(documents, window, blocks_back))
+        return Mask(flex_block_mask(documents, window), flex_options)
+    band_blocks = min(max_blocks_back, len(documents) // BLOCK - 1)
+    is_eager = not torch.compiler.is_compiling()  # a graph has one shape
+    if is_eager and documents.device.type == "cpu":
+        band_blocks = min(band_blocks, blocks_back(*window.tolist()))  # a narrow window costs less
+    return Mask(bias=band_bias(documents, window, band_blocks))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
@@ -682,11 +686,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
                              kernel_options=mask.flex_options)
         return out.squeeze(0).transpose(0, 1)  # [0] would copy the gradient
     bias = mask.bias.type_as(q)
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():  # a graph has one shape
-        span = (blocks_back(*mask.window.tolist()) + 1) * BLOCK
-        bias = bias[..., -span:]  # a narrow window costs less
     span = bias.size(-1)
-    out = F.scaled_dot_product_attention(query_blocks(q), key_bands(k, span), key_bands(v, span),
+    queries = q.view(-1, BLOCK, *q.shape[1:]).transpose(1, 2)  # [blocks, heads, BLOCK, head_dim]
+    out = F.scaled_dot_product_attention(queries, key_bands(k, span), key_bands(v, span),
                                          attn_mask=bias, scale=scale)
     return out.transpose(1, 2).reshape(q.shape)
 
@@ -694,10 +696,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
 # ── FlexAttention ─────────────────────────────────────────────────────────────────────────────────
 
 def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
-    """Ordered lists of the partial and of the full blocks, straight from the document counts."""
+    """Ordered lists of the partial and of the full blocks, without a look at single tokens."""
     window_tokens, window_blocks = window.unbind()
 
-    def visible(batch, head, query, key):  # the lists below already hold the window in blocks
+    def mask_mod(batch, head, query, key):  # the lists below already hold the window in blocks
         same_document = documents[query] == documents[key]
         return (query >= key) & same_document & (query - key < window_tokens)
 
@@ -707,26 +709,27 @@ def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
         return count[None, None].contiguous(), indices[None, None].contiguous()
 
     # Document numbers never fall along the sequence: a block's first and last bound all of it.
-    first, last = (documents.view(-1, BLOCK)[:, end].contiguous() for end in (0, -1))
+    first = documents.view(-1, BLOCK)[:, 0].contiguous()
+    last = documents.view(-1, BLOCK)[:, -1].contiguous()
     block = torch.arange(len(first), dtype=torch.int32, device=documents.device)
     distance = block[:, None] - block  # from the key's block to the query's
-    nearest = (distance - 1) * BLOCK + 1    # tokens between the closest pair of the two blocks
-    farthest = (distance + 1) * BLOCK - 1
+    nearest = (distance - 1) * BLOCK + 1    # the smallest query − key of the two blocks
+    farthest = (distance + 1) * BLOCK - 1   # the largest
     near = (distance >= 0) & (distance < window_blocks)
     touched = near & (nearest < window_tokens) & (first[:, None] <= last)
     full = near & (distance > 0) & (farthest < window_tokens) & (last[:, None] == first)
     return BlockMask.from_kv_blocks(*ordered(touched & ~full), *ordered(full), BLOCK,
-                                    mask_mod=visible)
+                                    mask_mod=mask_mod)
 
 
 # ── banded attention: each block of queries with its own block of keys and those before it ────────
 
-def band_bias(documents: Tensor, window: Tensor, blocks_back: int) -> Tensor:
+def band_bias(documents: Tensor, window: Tensor, band_blocks: int) -> Tensor:
     """0 where a query sees a key, −∞ elsewhere: [blocks, 1, BLOCK, span], linear in the sequence.
 
-    The span of a block of queries is that block itself and the `blocks_back` blocks before it.
+    The span of a block of queries is that block itself and the `band_blocks` blocks before it.
     """
-    span = (blocks_back + 1) * BLOCK
+    span = (band_blocks + 1) * BLOCK
     key = torch.arange(span, device=documents.device)
     query = key[-BLOCK:, None]
     in_window = (query >= key) & (query - key < window[0])
@@ -734,10 +737,6 @@ def band_bias(documents: Tensor, window: Tensor, blocks_back: int) -> Tensor:
     key_documents = F.pad(documents, (span - BLOCK, 0), value=-1).unfold(0, span, BLOCK)
     same_document = documents.view(-1, BLOCK, 1) == key_documents[:, None]
     return torch.where(in_window & same_document, 0.0, -math.inf)[:, None]
-
-
-def query_blocks(x: Tensor) -> Tensor:
-    return x.view(-1, BLOCK, *x.shape[1:]).transpose(1, 2)  # [blocks, heads, BLOCK, head_dim]
 
 
 def key_bands(x: Tensor, span: int) -> Tensor:
@@ -748,7 +747,7 @@ def key_bands(x: Tensor, span: int) -> Tensor:
 # ═══ 5  Model: a U-Net of transformer blocks over one long sequence (batch size 1) ════════════════
 
 def norm(x: Tensor, eps: float = 0.0) -> Tensor:
-    """eps=0: that of the number type."""
+    """RMS norm without weights; eps=0: torch.finfo(x.dtype).eps."""
     return F.rms_norm(x, (x.size(-1),), eps=eps or None)
 
 
@@ -788,7 +787,7 @@ class Float8Matmul(torch.autograd.Function):
         x8, weight8 = ctx.saved_tensors
         x_scale, weight_scale, grad_scale = ctx.scales
         grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
-        weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))  # FP8 has rows × columns only
+        weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))  # _scaled_mm: rows × columns
         x_grad = scaled_matmul(grad8, weight8, grad_scale * weight_scale, grad.dtype)
         weight_grad = scaled_matmul(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
         return x_grad, weight_grad, None, None, None
@@ -800,7 +799,7 @@ def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
-                   fast: bool = False) -> Tensor:
+                  fast: bool = False) -> Tensor:
     """(a @ b) / scale; fast: accumulated in fewer bits, enough for a sum over model_dim."""
     one = torch.ones((), device=a.device)
     inverse = torch.full((), 1 / scale, device=a.device)
@@ -846,6 +845,7 @@ class Attention(nn.Module):
     def mix_values(self, v: Tensor, value_embedding: Tensor | None) -> Tensor:
         """The stream's values with those of a value table, or of the first layer."""
         if self.value_mix.ndim == 0:
+            # v with itself: DDP needs a gradient of every parameter, here a zero
             other = v if value_embedding is None else value_embedding
             return torch.lerp(v, other, self.value_mix.type_as(v))
         own_weight, embedding_weight = self.value_mix.type_as(v)
@@ -855,20 +855,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, value_embedding: Tensor | None,
                 mask: Mask) -> tuple[Tensor, Tensor]:
+        """Returns the output and this layer's own values, for first_layer_values."""
         weights = [project.weight.type_as(x) for project in (self.query, self.key, self.value)]
-        qkv = F.linear(x, torch.cat(weights))  # one product
+        qkv = F.linear(x, torch.cat(weights))
         q, k, v = qkv.view(len(x), 3, self.num_heads, -1).unbind(1)
         q = self.rotary(norm(q, self.norm_eps))  # QK-norm: attention logits cannot run away
         k = self.rotary(norm(k, self.norm_eps))
         attended = attend(q, k, self.mix_values(v, value_embedding), mask, self.scale)
         return self.output(attended.reshape(x.shape)), v
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    """arxiv.org/abs/2109.08668"""
-    if torch.compiler.is_compiling():  # which fuses it with the products around it
-        return F.relu(x).square()
-    return ReluSquared.apply(x)
 
 
 class ReluSquared(torch.autograd.Function):
@@ -883,7 +877,14 @@ class ReluSquared(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         y, = ctx.saved_tensors
-        return torch.addcmul(grad.new_zeros(()), grad, y, value=2)
+        return torch.addcmul(grad.new_zeros(()), grad, y, value=2)  # 2 · grad · y
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """ReLU²: arxiv.org/abs/2109.08668"""
+    if torch.compiler.is_compiling():  # which fuses it with the matmuls around it
+        return F.relu(x).square()
+    return ReluSquared.apply(x)
 
 
 class Block(nn.Module):
@@ -908,7 +909,7 @@ class Block(nn.Module):
         return x + self.down(hidden), values
 
 
-# ── suggestions for the next token: tables of n-grams, copies of earlier text ─────────────────────
+# ── suggestions for the next token (laptop run only): n-gram tables, copies of earlier text ───────
 
 class NGrams(nn.Module):
     """Probabilities of the next token by counts of n-grams; the model learns to correct them.
@@ -921,9 +922,9 @@ class NGrams(nn.Module):
 
     The table of an order has its contexts, sorted, as integers of 9 bits a token; for each of them
     where its successors start; and the successors with their probabilities, the most frequent
-    first. Both end in MOST_SUCCESSORS zeros, so that as many can be read from any start.
+    first. These two end in MAX_SUCCESSORS zeros, so that as many can be read from any start.
     """
-    MOST_SUCCESSORS = 32    # of a context that are kept
+    MAX_SUCCESSORS = 32    # of a context that are kept
     TOKEN_BITS = 9
     TOKEN_MASK = 2**TOKEN_BITS - 1
 
@@ -935,8 +936,8 @@ class NGrams(nn.Module):
         for n in range(1, order + 1):
             self.set_table(n, contexts=torch.full((1,), -1),  # matches no context
                            starts=torch.zeros(2, dtype=torch.int32),
-                           successors=torch.zeros(self.MOST_SUCCESSORS, dtype=torch.int16),
-                           probs=torch.zeros(self.MOST_SUCCESSORS, dtype=torch.float16))
+                           successors=torch.zeros(self.MAX_SUCCESSORS, dtype=torch.int16),
+                           probs=torch.zeros(self.MAX_SUCCESSORS, dtype=torch.float16))
 
     def set_table(self, n: int, **table: Tensor) -> None:
         self.set_extra_state({f"{name}_{n}": tensor for name, tensor in table.items()})
@@ -952,24 +953,24 @@ class NGrams(nn.Module):
     @torch.no_grad()
     def forward(self, inputs: Tensor, documents: Tensor) -> Tensor:
         """The probabilities of every token after each input: [tokens, vocabulary]."""
-        tokens = len(inputs)
-        total = self.unigrams.new_zeros(tokens, len(self.unigrams))
-        backoff_weight = total.new_ones(tokens, 1)  # what all longer contexts leave over
-        numbers = torch.arange(self.MOST_SUCCESSORS, device=inputs.device)
+        num_tokens = len(inputs)
+        total = self.unigrams.new_zeros(num_tokens, len(self.unigrams))
+        backoff_weight = total.new_ones(num_tokens, 1)  # what all longer contexts leave over
+        numbers = torch.arange(self.MAX_SUCCESSORS, device=inputs.device)
         context = torch.zeros_like(inputs, dtype=torch.int64)
         for back in range(self.order):
-            context = context << self.TOKEN_BITS | F.pad(inputs, (back, 0))[:tokens]
+            context = (context << self.TOKEN_BITS) | F.pad(inputs, (back, 0))[:num_tokens]
         for n in range(self.order, 0, -1):
             contexts, starts, successors, probs = (
                 getattr(self, f"{name}_{n}")
                 for name in ("contexts", "starts", "successors", "probs"))
-            in_document = documents == F.pad(documents, (n - 1, 0), value=-1)[:tokens]
+            in_document = documents == F.pad(documents, (n - 1, 0), value=-1)[:num_tokens]
             row = torch.searchsorted(contexts, context).clamp(max=len(contexts) - 1)
             found = in_document & (contexts[row] == context)
             start = starts[row]
             length = torch.where(found, starts[row + 1] - start, 0)
-            # Rows of overlapping views: 0.97 of the laptop's step.
-            successor, prob = (entries.unfold(0, self.MOST_SUCCESSORS, 1).index_select(0, start)
+            # gathers whole rows of overlapping views: 0.97 of the laptop's step
+            successor, prob = (entries.unfold(0, self.MAX_SUCCESSORS, 1).index_select(0, start)
                                for entries in (successors, probs))
             prob = torch.where(numbers < length[:, None], prob.to(total.dtype), 0.0)
             total.scatter_add_(1, successor.long(), backoff_weight * prob)
@@ -988,8 +989,8 @@ class NGrams(nn.Module):
         for n in range(self.order, 0, -1):
             self.set_table(n, **self.tabulate(keys, counts))
             successor = keys & self.TOKEN_MASK
-            shorter_context = keys >> 2 * self.TOKEN_BITS  # without successor and oldest token
-            keys, counts = count_equal(shorter_context << self.TOKEN_BITS | successor)
+            shorter_context = keys >> (2 * self.TOKEN_BITS)  # without successor and oldest token
+            keys, counts = count_equal((shorter_context << self.TOKEN_BITS) | successor)
         unigrams = np.full(len(self.unigrams), 0.5)
         unigrams[keys] += counts
         self.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
@@ -1004,11 +1005,11 @@ class NGrams(nn.Module):
         for shard, start, length in spans:
             tokens = loader.read_span(shard, start, length)
             for first in range(0, length - self.order, 2**15):  # pieces fit the CPU's cache
-                some = tokens[first:first + 2**15 + self.order].astype(np.int64)
-                piece = pairs[end:end + len(some) - self.order]
-                for place in (*reversed(range(self.order)), self.order):  # the successor last
+                chunk = tokens[first:first + 2**15 + self.order].astype(np.int64)
+                piece = pairs[end:end + len(chunk) - self.order]
+                for offset in (*reversed(range(self.order)), self.order):  # the successor last
                     piece <<= self.TOKEN_BITS
-                    piece |= some[place:place + len(piece)]
+                    piece |= chunk[offset:offset + len(piece)]
                 end += len(piece)
         return pairs
 
@@ -1020,23 +1021,23 @@ class NGrams(nn.Module):
         rarity = highest - np.minimum(counts, highest)
         # sorted by context, the most frequent successor first: row | rarity, 24 bits | successor
         successor = keys & self.TOKEN_MASK
-        pairs = np.sort(row << 24 + self.TOKEN_BITS | rarity << self.TOKEN_BITS | successor)
-        counts = highest - (pairs >> self.TOKEN_BITS & highest)
+        pairs = np.sort((row << (24 + self.TOKEN_BITS)) | (rarity << self.TOKEN_BITS) | successor)
+        counts = highest - ((pairs >> self.TOKEN_BITS) & highest)
         starts = np.cumsum(num_successors) - num_successors
         totals = np.add.reduceat(counts, starts)
         probs = (counts - discounts(counts)) / totals[row]
-        kept = np.arange(len(pairs)) - starts[row] < self.MOST_SUCCESSORS
-        starts = np.cumsum(np.minimum(num_successors, self.MOST_SUCCESSORS))
+        kept = np.arange(len(pairs)) - starts[row] < self.MAX_SUCCESSORS
+        starts = np.cumsum(np.minimum(num_successors, self.MAX_SUCCESSORS))
         successors = torch.from_numpy((pairs[kept] & self.TOKEN_MASK).astype(np.int16))
         probs = torch.from_numpy(probs[kept].astype(np.float16))
-        zeros = (0, self.MOST_SUCCESSORS)
+        padding = (0, self.MAX_SUCCESSORS)
         return dict(contexts=torch.from_numpy(contexts),
                     starts=torch.from_numpy(np.append(0, starts).astype(np.int32)),
-                    successors=F.pad(successors, zeros), probs=F.pad(probs, zeros))
+                    successors=F.pad(successors, padding), probs=F.pad(probs, padding))
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
-    """Of modified Kneser–Ney, for each count, by how many of them are 1, 2, 3 and 4."""
+    """Modified Kneser–Ney's discount of each count, from how many counts are 1, 2, 3 and 4."""
     ones, twos, threes, fours = (max(1, np.count_nonzero(counts == count))
                                  for count in (1, 2, 3, 4))
     y = ones / (ones + 2 * twos)
@@ -1045,7 +1046,7 @@ def discounts(counts: np.ndarray) -> np.ndarray:
 
 
 def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different values, sorted, and how often each is there. Sorts its argument."""
+    """np.unique(values, return_counts=True), but sorts its argument instead of a copy."""
     values.sort()
     is_first = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=is_first[1:])
@@ -1059,18 +1060,18 @@ def last_followers(inputs: Tensor, documents: Tensor, length: int) -> tuple[Tens
 
     Only within the document; found is False where there is none.
     """
-    tokens = len(inputs)
-    place = torch.arange(tokens, device=inputs.device)
+    num_tokens = len(inputs)
+    position = torch.arange(num_tokens, device=inputs.device)
     key = documents.long()
     for back in range(length):  # a hash of the document and of the last tokens
-        key = key * 0x5851F42D4C957F2D + F.pad(inputs, (back, 0))[:tokens] + 1
-    in_document = documents == F.pad(documents, (length - 1, 0), value=-1)[:tokens]
-    key = torch.where(in_document, key & 2**62 - 1, -1 - place)  # otherwise equal to no other
+        key = key * 0x5851F42D4C957F2D + F.pad(inputs, (back, 0))[:num_tokens] + 1
+    in_document = documents == F.pad(documents, (length - 1, 0), value=-1)[:num_tokens]
+    key = torch.where(in_document, key & (2**62 - 1), -1 - position)  # or one that matches none
     sorted_key, order = torch.sort(key, stable=True)
     repeated = sorted_key[1:] == sorted_key[:-1]
-    earlier = torch.full_like(place, -1)
+    earlier = torch.full_like(position, -1)
     earlier[order[1:]] = torch.where(repeated, order[:-1], -1)
-    return inputs[(earlier + 1).clamp(max=tokens - 1)].long(), earlier >= 0
+    return inputs[(earlier + 1).clamp(max=num_tokens - 1)].long(), earlier >= 0
 
 
 class Suggestions(nn.Module):
@@ -1086,14 +1087,13 @@ class Suggestions(nn.Module):
         if hp.ngram_order:
             self.ngrams = NGrams(hp.ngram_order, hp.padded_vocab)
             self.ngram_embed = nn.Embedding(hp.padded_vocab, hp.model_dim)
-            self.ngram_gate = Linear(hp.model_dim, 1, zero=True)
-            nn.init.zeros_(self.ngram_embed.weight)
+            self.ngram_gate = Linear(hp.model_dim, 1)
         if hp.copy_lengths:
             self.copy_embeds = nn.ModuleList(nn.Embedding(hp.padded_vocab, hp.model_dim)
                                              for _ in hp.copy_lengths)
-            self.copy_gate = Linear(hp.model_dim, len(hp.copy_lengths), zero=True)
-            for table in self.copy_embeds:
-                nn.init.zeros_(table.weight)
+            self.copy_gate = Linear(hp.model_dim, len(hp.copy_lengths))
+        for p in self.parameters():
+            nn.init.zeros_(p)
 
     def find(self, inputs: Tensor, documents: Tensor) -> tuple[Tensor | None, list]:
         """(probabilities of every token by n-grams, (token, found) for each length of copies)"""
@@ -1103,8 +1103,9 @@ class Suggestions(nn.Module):
     def add_to_embedding(self, x: Tensor, probs: Tensor | None, copies: list) -> Tensor:
         if probs is not None:
             x = x + probs.type_as(x) @ self.ngram_embed.weight.type_as(x)
-        for number, (token, found) in enumerate(copies):
-            x = x + found[:, None] * self.copy_embeds[number](token).type_as(x)
+        if copies:
+            for table, (token, found) in zip(self.copy_embeds, copies):
+                x = x + found[:, None] * table(token).type_as(x)
         return x
 
     def add_to_logits(self, logits: Tensor, x: Tensor, probs: Tensor | None,
@@ -1129,14 +1130,16 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.attention = attention
         self.flex_options = flex_options
-        self.short_layers = hp.layers_with_short_window  # here: Dynamo cannot compute it in forward
+        self.value_tables = hp.value_tables             # here: Dynamo cannot trace their
+        self.short_layers = hp.layers_with_short_window  # computation in forward
         rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
-        tables = {table for table in hp.value_tables if table is not None}
+        num_tables = len({*hp.value_tables} - {None})
         rotary = Rotary(hp.model_dim // hp.num_heads,
                         max(hp.sequence_tokens, hp.val_sequence_tokens), hp.rotary_base,
                         hp.rotary_fraction, hp.rotary_endpoint)
         self.embed = nn.Embedding(rows, hp.model_dim)
-        self.value_embeds = nn.ModuleList(nn.Embedding(rows, hp.model_dim) for _ in tables)
+        self.value_embeds = nn.ModuleList(nn.Embedding(rows, hp.model_dim)
+                                          for _ in range(num_tables))
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(hp.num_layers))
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers - hp.num_layers // 2))
         self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
@@ -1157,12 +1160,10 @@ class GPT(nn.Module):
         num_encoders = hp.num_layers // 2
         segment_tokens = hp.segment_tokens if self.training else 0  # validation is contiguous
         documents = document_ids(inputs, hp.document_token, segment_tokens)
-        mask = build_mask(documents, window, self.attention, max_blocks_back(hp),
-                          self.flex_options)
+        mask = self.build_mask(documents, window)
         short_mask = mask
         if self.short_layers:
-            short_mask = build_mask(documents, short_window(window), self.attention,
-                                    max_blocks_back(hp), self.flex_options)
+            short_mask = self.build_mask(documents, short_window(window))
         x = self.embed(inputs).to(self.dtype)
         if self.suggestions is not None:
             suggested = self.suggestions.find(inputs, documents)
@@ -1175,7 +1176,7 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             if layer >= num_encoders and skips:  # U-Net: the encoder's outputs, last in first out
                 x = x + self.skip_weights[layer - num_encoders].type_as(x) * skips.pop()
-            table = hp.value_tables[layer]
+            table = self.value_tables[layer]
             value_embedding = first_values if table is None else value_embeddings[table]
             layer_mask = short_mask if layer in self.short_layers else mask
             x, values = block(x, x0, value_embedding, layer_mask)
@@ -1189,14 +1190,18 @@ class GPT(nn.Module):
             logits = self.suggestions.add_to_logits(logits, x, *suggested)
         return logits if targets is None else F.cross_entropy(logits, targets)
 
+    def build_mask(self, documents: Tensor, window: Tensor) -> Mask:
+        return build_mask(documents, window, self.attention, max_blocks_back(self.hp),
+                          self.flex_options)
+
     def logits(self, x: Tensor) -> Tensor:
-        """The head's products: in FP8 while training where that is chosen, scaled and capped."""
+        """The head's output, scaled and capped; in FP8 while training, where that is chosen."""
         hp = self.hp
         if hp.fp8_head and self.training and self.dtype != torch.float64:
             x_scale = hp.fp8_x_scale or 448 / hp.model_dim**0.5
             grad_scale = hp.fp8_grad_scale * (1 if hp.sum_loss else len(x))  # a mean is smaller
             logits = Float8Matmul.apply(x, self.head.weight, x_scale, hp.fp8_weight_scale,
-                                         grad_scale)
+                                        grad_scale)
         else:
             logits = self.head(x)
         logits = logits.to(self.loss_dtype)
@@ -1211,27 +1216,32 @@ class GPT(nn.Module):
 # ═══ 6  Muon and schedules ════════════════════════════════════════════════════════════════════════
 
 def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Bring the singular values of each matrix [..., rows, columns] near 1; keep its vectors.
+    """Bring the singular values of each matrix near 1; keep its singular vectors.
+
+    The matrices [..., rows, columns] have at least as many columns as rows, which makes the Gram
+    matrix X @ X.mT the smaller of the two.
 
     A quintic as steep at zero as possible: five steps lift every singular value above 0.01 of the
     norm to about [0.7, 1.15], which trains as well as exact orthogonality.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    tall = matrices.size(-2) > matrices.size(-1)
-    X = matrices.mT if tall else matrices  # the shorter side first: the smaller Gram matrix
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    X = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         A = X @ X.mT
         X = a * X + (b * A + c * (A @ A)) @ X
-    return X.mT if tall else X
+    return X
 
 
-def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Tensor, rest: Tensor,
-                       lerp: bool, nesterov: bool, steps: int, dtype: torch.dtype) -> Tensor:
-    """Update the momentum. Returns the orthogonalized updates, stacked, shorter sides first."""
+def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Tensor,
+                       grad_weight: Tensor, lerp: bool, nesterov: bool, steps: int,
+                       dtype: torch.dtype) -> Tensor:
+    """Update the momentum buffers. Returns the orthogonalized updates, stacked, rows ≤ columns.
+
+    grad_weight: 1 − momentum, computed by the caller in double precision.
+    """
     for grad, buffer in zip(grads, buffers):
         if lerp:
-            buffer.lerp_(grad, rest)
+            buffer.lerp_(grad, grad_weight)
         else:
             buffer.mul_(momentum).add_(grad)
     directions = buffers
@@ -1330,8 +1340,8 @@ class Muon(torch.optim.Optimizer):
         grads = [p.grad for p in own]
         buffers = [self.state[p]["momentum_buffer"] for p in own]
         momentum = self.as_tensor(group["momentum"], own[0])
-        rest = self.as_tensor(1 - group["momentum"], own[0])
-        return self.orthogonal_updates(grads, buffers, momentum, rest, group["lerp"],
+        grad_weight = self.as_tensor(1 - group["momentum"], own[0])
+        return self.orthogonal_updates(grads, buffers, momentum, grad_weight, group["lerp"],
                                        group["nesterov"], group["steps"], self.dtype)
 
     def gather(self, updates: Tensor | None, group: dict) -> tuple:
@@ -1347,7 +1357,7 @@ class Muon(torch.optim.Optimizer):
         return gathered, dist.all_gather_single(gathered, own, async_op=True)
 
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
-        """A changed tensor recompiles nothing; compiled kernels take it from the host."""
+        """A tensor: a new value does not recompile. Compiled kernels take it from the host."""
         return torch.tensor(value, dtype=p.dtype, device=None if self.compiled else p.device)
 
     @torch.no_grad()
@@ -1394,13 +1404,14 @@ def adam_eps_at(hp: Hyperparameters, step: int) -> float:
 
 
 def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Tensor) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["base_lr"] * rate_at(hp, step)
-            if "momentum" in group:
-                group["momentum"] = momentum_at(hp, step)
-            if "eps" in group:
-                group["eps"] = adam_eps_at(hp, step)
+    """Set the rates, Adam's eps, Muon's momentum and the attention window of a step."""
+    adam, muon = optimizers
+    for group in (*adam.param_groups, *muon.param_groups):
+        group["lr"] = group["base_lr"] * rate_at(hp, step)
+    for group in adam.param_groups:
+        group["eps"] = adam_eps_at(hp, step)
+    for group in muon.param_groups:
+        group["momentum"] = momentum_at(hp, step)
     window.copy_(torch.tensor(window_at(hp, step), dtype=torch.int32), non_blocking=True)
 
 
@@ -1413,7 +1424,7 @@ def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
     for name, p in model.named_parameters():
         if "embed" in name:
             kind = "embed"
-        elif name.startswith(("head.", "suggestions.")):  # with the gates
+        elif name.startswith(("head.", "suggestions.")):  # and the gates of the suggestions
             kind = "head"
         elif p.ndim < 2:
             kind = "scalar"
@@ -1432,9 +1443,10 @@ def build_optimizers(hp: Hyperparameters, model: GPT,
                    for kind in ("embed", "head", "scalar")]
     adam = torch.optim.Adam(adam_groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps,
                             fused=True)
-    muon = Muon(groups["muon"]["params"].values(), hp.muon_rate, hp.muon_momentum,
-                hp.muon_nesterov, hp.muon_lerp, hp.muon_decay, hp.muon_steps, hardware.rank,
-                hardware.world_size, dtype=hardware.muon_dtype,
+    muon = Muon(groups["muon"]["params"].values(), lr=hp.muon_rate, momentum=hp.muon_momentum,
+                nesterov=hp.muon_nesterov, lerp=hp.muon_lerp, weight_decay=hp.muon_decay,
+                steps=hp.muon_steps, rank=hardware.rank, world_size=hardware.world_size,
+                dtype=hardware.muon_dtype,
                 compiled=hardware.compile and hardware.device.type == "cuda")
     for group in (*adam.param_groups, *muon.param_groups):
         group["base_lr"] = group["lr"]
@@ -1446,7 +1458,8 @@ def build_optimizers(hp: Hyperparameters, model: GPT,
 # Muon. On CUDA the host reads the loss of a step while the GPU computes the next one. A flag on the
 # GPU, found_inf, keeps a step that is not finite from changing a weight until the host has read it.
 
-def is_embedding(name: str) -> bool:
+def is_reduced_separately(name: str) -> bool:
+    """Whether Trainer.reduce_embeddings averages the gradient of a parameter, and not DDP."""
     return name.startswith(("embed.", "value_embeds."))
 
 
@@ -1460,19 +1473,19 @@ def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 108) -> nn.M
     if hardware.world_size == 1:
         return model
     names = [name for name, _ in model.named_parameters()
-             if is_embedding(name.removeprefix("_orig_mod."))]  # which torch.compile adds
+             if is_reduced_separately(name.removeprefix("_orig_mod."))]  # which torch.compile adds
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     device_ids = [hardware.device] if hardware.device.type == "cuda" else None
-    # init_sync: the ranks start alike by their seed, and check_ranks_agree compares them
+    # init_sync=False: all ranks start from the same seed, and check_ranks_agree compares them
     return DistributedDataParallel(model, device_ids=device_ids, init_sync=False,
                                    forward_sync_buffers=False, gradient_as_bucket_view=True,
                                    bucket_cap_mb=bucket_mb)
 
 
 class QueuedStep(NamedTuple):
-    """A step whose numbers the host has not read yet."""
+    """A step whose metrics the host has not read yet."""
     step: int
-    numbers: Tensor | list  # sums over the ranks: loss, gradient norm, requests to stop, suspect
+    metrics: Tensor | list  # sums over the ranks: loss, gradient norm, requests to stop, suspect
     is_ready: Callable      # whether they have been copied to the host
 
 
@@ -1488,16 +1501,15 @@ class Trainer:
         self.model.to(hardware.device)
         self.window = torch.zeros(2, dtype=torch.int32, device=hardware.device)
         self.optimizers = build_optimizers(hp, self.model, hardware)  # Adam, Muon
-        self.forward = self.model
+        self.compiled_model = self.model
         if hardware.compile:
-            self.forward = torch.compile(self.model, dynamic=False, fullgraph=True)
-        self.ddp_model = wrap_ddp(self.forward, hardware)
+            self.compiled_model = torch.compile(self.model, dynamic=False, fullgraph=True)
+        self.ddp_model = wrap_ddp(self.compiled_model, hardware)
         self.stop_requested = False     # by a signal to this rank
         self.stopping = False           # all ranks learn it in the same step
         self.unread = collections.deque()   # of QueuedStep
-        self.found_inf = None           # with read_behind: above zero if the step is not finite
-        # On CUDA the host reads the numbers of a step while the GPU computes the next one.
-        self.read_behind = 1 if hardware.device.type == "cuda" else 0
+        self.max_unread = 1 if hardware.device.type == "cuda" else 0
+        self.found_inf = None           # with max_unread > 0: above zero if a step is not finite
 
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> dict[int, float]:
         """Queue one optimizer step. Returns {steps done: mean loss} of what could be read.
@@ -1511,8 +1523,8 @@ class Trainer:
         muon_updates = muon.start_updates()     # they are gathered while Adam computes
         for work in reductions:
             work.wait()
-        self.queue_numbers(mean_loss, step)
-        losses = self.read_losses(self.read_behind)     # raises before a weight changes
+        self.queue_metrics(mean_loss, step)
+        losses = self.read_losses(self.max_unread)  # raises before a weight changes
         adam.found_inf = self.found_inf
         adam.step()
         muon.finish_updates(muon_updates, self.found_inf)
@@ -1537,37 +1549,38 @@ class Trainer:
         if self.hardware.world_size == 1:
             return []
         return [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True)
-                for name, p in self.model.named_parameters() if is_embedding(name)]
+                for name, p in self.model.named_parameters() if is_reduced_separately(name)]
 
-    def queue_numbers(self, mean_loss: Tensor, step: int) -> None:
+    def queue_metrics(self, mean_loss: Tensor, step: int) -> None:
         """Sum loss, gradient norm and stop requests over the ranks, for read_losses."""
         norms = torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters()]))
         suspect = norms.argmax()  # of a parameter whose gradient is not finite, if there is one
         stop = torch.full_like(mean_loss, self.stop_requested)
-        values = (mean_loss, norms.norm(), stop, suspect)
-        values = torch.stack([value.type_as(mean_loss) for value in values])
+        values = torch.stack([value.type_as(mean_loss)
+                              for value in (mean_loss, norms.norm(), stop, suspect)])
         if self.hardware.device.type == "cuda":
             if self.hardware.world_size > 1:
                 dist.all_reduce(values)
-            numbers = torch.empty_like(values, device="cpu", pin_memory=True)
-            numbers.copy_(values, non_blocking=True)
+            metrics = torch.empty_like(values, device="cpu", pin_memory=True)
+            metrics.copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-            self.unread.append(QueuedStep(step, numbers, copied.query))
+            self.unread.append(QueuedStep(step, metrics, copied.query))
         else:
-            numbers = all_reduce_sum(values, self.hardware)
-            self.unread.append(QueuedStep(step, numbers, lambda: True))
-        if self.read_behind:
-            self.found_inf = (0 * values.sum() != 0).float()  # 0 · ∞ is NaN, which is not 0
+            metrics = all_reduce_sum(values, self.hardware)
+            self.unread.append(QueuedStep(step, metrics, lambda: True))
+        if self.max_unread:
+            self.found_inf = (0 * values.sum() != 0).float()  # 0 · ∞ and 0 · NaN are NaN, not 0
 
-    def read_losses(self, leave: int = 0) -> dict[int, float]:
-        """Of all queued steps but the newest `leave`: {steps done: mean loss over all ranks}."""
+    def read_losses(self, max_unread: int = 0) -> dict[int, float]:
+        """Read queued steps until max_unread are left. Returns {steps done: mean loss}."""
         losses = {}
-        while len(self.unread) > leave:
+        while len(self.unread) > max_unread:
             queued = self.unread.popleft()
             wait_until(queued.is_ready, self.hardware)
-            loss_sum, norm_sum, stops, suspect_sum = map(float, queued.numbers)
+            loss_sum, norm_sum, stops, suspect_sum = map(float, queued.metrics)
             loss = loss_sum / self.hardware.world_size
+            steps = queued.step + 1
             self.stopping = self.stopping or stops > 0
             if not math.isfinite(loss + norm_sum):
                 names = [name for name, _ in self.model.named_parameters()]
@@ -1575,21 +1588,19 @@ class Trainer:
                 reason = f"gradient of {suspect} is not finite"
                 if math.isfinite(norm_sum):
                     reason = "all gradients are finite"
-                raise self.not_finite(queued.step + 1, f"the loss of step {queued.step + 1} is "
-                                      f"{loss}", reason)
-            losses[queued.step + 1] = loss
+                raise self.not_finite_error(steps, f"the loss of step {steps} is {loss}", reason)
+            losses[steps] = loss
         return losses
 
-    def not_finite(self, steps: int, what: str,
-                   reason: str = "all parameters are finite") -> UserError:
-        """Names a parameter that is not finite, else the reason; and the last batch, to replay it.
-        """
+    def not_finite_error(self, steps: int, what: str,
+                         reason: str = "all parameters are finite") -> UserError:
+        """Names the first parameter that is not finite, else the reason; and the last batch."""
         wrong = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
         if wrong:
             reason = f"parameter {wrong[0]} is not finite"
         batch_index = max(0, steps - 1)
-        shard, number = self.data.train.locate(batch_index)
-        return UserError(f"{what}: {reason}; the batch is {batch_index}, number {number} of "
+        shard, index = self.data.train.locate(batch_index)
+        return UserError(f"{what}: {reason}; the batch is {batch_index}, number {index} of "
                          f"{shard.path}; lower the rates, or replay it from the last checkpoint")
 
     def state_dict(self) -> dict:
@@ -1618,8 +1629,9 @@ class Trainer:
         self.read_losses()
         with torch.no_grad():
             val_batch = self.dummy_sequence(self.data.val.sequence_tokens)
-            self.forward.eval()(*val_batch, self.window)
-        self.forward.train()
+            self.compiled_model.eval()
+            self.compiled_model(*val_batch, self.window)
+        self.compiled_model.train()
         self.load_state_dict(saved)
 
     def dummy_sequence(self, length: int) -> tuple[Tensor, Tensor]:
@@ -1660,12 +1672,13 @@ class Clock:
         return ms
 
 
-class Run(NamedTuple):
-    """Where a run writes, and what it continues."""
+@dataclass
+class Run:
+    """Where a run writes, and the checkpoint that it resumes from."""
     folder: Path
     checkpoint: dict | None = None
-    log_sizes: dict = {}        # where the logs ended at the checkpoint
-    notes: tuple = ()           # for the log
+    log_sizes: dict = dataclasses.field(default_factory=dict)   # of the logs at the checkpoint
+    notes: list[str] = dataclasses.field(default_factory=list)  # for the log
 
 
 def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
@@ -1677,7 +1690,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
     check_ranks_agree(trainer, start_step)
     log = Logger(run, hp, hardware, data)
     if hp.ngram_order and start_step == 0:
-        clock.switch("train")
+        clock.switch("train")  # counting is part of the training time
         counted = trainer.model.suggestions.ngrams.count(data.train, hp.num_steps, hp.ngram_tokens)
         log.write(f"counted n-grams in {counted:,} tokens in {clock.now()['train']:.0f}ms")
         clock.switch(None)
@@ -1688,7 +1701,8 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
         clock.switch("warmup")
         set_timeout(hardware, hp.timeout + 3600)  # ranks may compile minutes apart
         trainer.warm_up()
-        all_reduce_sum(torch.zeros(1, dtype=torch.int64, device=hardware.device), hardware)
+        barrier = torch.zeros(1, dtype=torch.int64, device=hardware.device)
+        all_reduce_sum(barrier, hardware)  # waits for the rank that compiles longest
         set_timeout(hardware, hp.timeout)
         gc.collect()
         gc.freeze()  # the collector need not look through what the compiler left
@@ -1700,7 +1714,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
         for step in range(start_step, hp.num_steps + 1):
             last_step = step == hp.num_steps
             if last_step and hp.save_model:  # before the validation, which may take long
-                saver.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(hp),
+                saver.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(hp),
                                             step=step, model=trainer.model.state_dict()))
             save_due = hp.save_every and (last_step or step % hp.save_every == 0)
             val_due = last_step or (hp.val_every and step % hp.val_every == 0)
@@ -1712,18 +1726,18 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
             if val_due and not trainer.stopping:
                 clock.switch("val")
                 check_ranks_agree(trainer, step)
-                set_schedules(hp, step, trainer.optimizers, trainer.window)  # this step's window
+                set_schedules(hp, step, trainer.optimizers, trainer.window)  # for the window
                 result = evaluate(trainer)
                 clock.switch("train")
                 if not trainer.stopping:
-                    log.step(trainer, clock, step, "val_loss", **result)
+                    log.step(trainer, clock, step, **result)
             if trainer.stopping:
                 if step > saved_step:
                     save_checkpoint(trainer, saver, log, clock, step)
                 break
             if last_step:
                 break
-            signals.check_launcher()
+            signals.check_launcher()  # stops if torchrun was killed
             losses = trainer.step(data.train.next_batch(), step)
             log.losses(trainer, clock, losses)
             if profiler:
@@ -1747,7 +1761,7 @@ def count_compiled_graphs() -> int:
 # ═══ 8  Logging ═══════════════════════════════════════════════════════════════════════════════════
 
 class Logger:
-    """log.txt, metrics.jsonl, standard output and a progress bar, all by rank 0 alone.
+    """Writes log.txt, metrics.jsonl, standard output and a progress bar, on rank 0 only.
 
     Training matters more than its log: a sink that fails is dropped with one warning.
     """
@@ -1755,7 +1769,7 @@ class Logger:
     def __init__(self, run: Run, hp: Hyperparameters, hardware: Hardware, data: Data):
         self.folder = run.folder
         self.sinks = {}
-        self.sizes = {}     # of the files, also of those that have failed
+        self.sizes = {}     # bytes in each file, for checkpoints
         self.bar = None
         if hardware.rank != 0:
             return
@@ -1763,7 +1777,8 @@ class Logger:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in ("log.txt", "metrics.jsonl"):
                 file = open(self.folder / name, "a", encoding="utf-8")
-                file.truncate(min(run.log_sizes.get(name, 0), file.tell()))  # lines that come again
+                # the lines after the checkpoint will be written again
+                file.truncate(min(run.log_sizes.get(name, 0), file.tell()))
                 self.sinks[name] = file
                 self.sizes[name] = os.fstat(file.fileno()).st_size
         if sys.stdout:  # None: closed by whoever started this process
@@ -1773,28 +1788,25 @@ class Logger:
             self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
                             file=sys.stdout)
         machine = environment(hardware)
-        if not self.sizes["log.txt"]:
-            self.write_header(hp, hardware, data, machine)
-        self.write(*describe(hardware, machine), *describe_preset(hp), *run.notes)
+        about = source_metadata()
+        if self.sizes["log.txt"]:  # the source may have changed since
+            self.put("log.txt", "\n".join(describe_source(about)))
+        else:
+            self.write_header(hp, data, about, machine)
+        self.write(*describe(machine), *describe_preset(hp), *run.notes)
 
-    def write_header(self, hp: Hyperparameters, hardware: Hardware, data: Data,
-                     machine: dict) -> None:
+    def write_header(self, hp: Hyperparameters, data: Data, about: dict, machine: dict) -> None:
         """All that is needed to repeat the run: source, command, hyperparameters, machine, data."""
-        source = Path(__file__).read_text(encoding="utf-8")
-        about = dict(command=sys.argv, commit=command_output("git", "rev-parse", "HEAD") or None,
-                     dirty=bool(command_output("git", "status", "--porcelain", "-uno")),
-                     source_sha256=hashlib.sha256(source.encode()).hexdigest())
         shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
                   for shard in (*data.train.shards, *data.val.shards)}
-        commit = f"{about['commit'] or 'unknown'}{' (dirty)' if about['dirty'] else ''}"
+        values = asdict(hp)
         self.put("log.txt", "\n".join([
-            source, SEPARATOR, f"command: {' '.join(sys.argv)}", f"commit: {commit}",
-            f"source_sha256: {about['source_sha256']}",
-            *(f"{name}: {value!r}  # {hp.origins[name]}" for name, value in as_dict(hp).items()),
-            *describe(hardware, machine),
+            Path(__file__).read_text(encoding="utf-8"), SEPARATOR, *describe_source(about),
+            *(f"{name}: {value!r}  # {hp.origins[name]}" for name, value in values.items()),
+            *describe(machine),
             *(f"shard: {path} {shard['tokens']:,} tokens sha256 {shard['sha256'] or 'unknown'}"
               for path, shard in shards.items()), SEPARATOR]))
-        self.record(start=True, **about, hyperparameters=as_dict(hp), origins=hp.origins,
+        self.record(start=True, **about, hyperparameters=values, origins=hp.origins,
                     environment=machine, shards=shards)
 
     def write(self, *lines: str) -> None:
@@ -1805,15 +1817,16 @@ class Logger:
         self.put("metrics.jsonl", json.dumps(values))
 
     def put(self, name: str, text: str) -> None:
+        """Write to one sink; drop it where that fails."""
         if name not in self.sinks:
             return
         try:
-            tqdm.write(text, file=self.sinks[name])
+            tqdm.write(text, file=self.sinks[name])  # print, with the progress bar kept below
             self.sinks[name].flush()
             if name != "standard output":
-                # a deleted file accepts writes without an error; its name is gone
+                # raises if the file was deleted, which a write does not notice
                 self.sizes[name] = os.stat(self.folder / name).st_size
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             if name == "standard output":  # a closed pipe, say; Python flushes it again at exit
                 sys.stdout = open(os.devnull, "w")
                 self.bar = None
@@ -1822,28 +1835,32 @@ class Logger:
 
     def losses(self, trainer: Trainer, clock: Clock, losses: dict[int, float]) -> None:
         for step, loss in losses.items():
-            self.step(trainer, clock, step, "train_loss", train_loss=loss)
+            self.step(trainer, clock, step, train_loss=loss)
 
-    def step(self, trainer: Trainer, clock: Clock, step: int, name: str, **values) -> None:
+    def step(self, trainer: Trainer, clock: Clock, step: int, **values) -> None:
         """A line of both logs every log_every steps and for every validation; moves the bar.
 
-        name: which of the values is the loss, train_loss or val_loss.
+        The values hold train_loss or val_loss.
         """
         hp = trainer.hp
+        is_validation = "val_loss" in values
+        name = "val_loss" if is_validation else "train_loss"
         loss = values[name]
         train_ms = clock.now()["train"]
-        if name == "val_loss" or step % hp.log_every == 0 or step in (1, hp.num_steps):
+        if is_validation or step % hp.log_every == 0 or step in (1, hp.num_steps):
             average = train_ms / step if step else math.nan
             line = (f"step:{step}/{hp.num_steps} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
                     f"step_avg:{average:.2f}ms")
             self.put("log.txt", line)
-            if name == "val_loss" or self.bar is None:
+            if is_validation or self.bar is None:
                 self.put("standard output", line)
+            schedule_step = step if is_validation else step - 1  # steps count from 0 in schedules
             self.record(step=step, tokens=step * hp.batch_tokens, **values,
-                        **step_metrics(trainer, clock, step if name == "val_loss" else step - 1))
+                        **step_metrics(trainer, clock, schedule_step))
         if self.bar is not None:
             tokens_per_second = 1000 * step * hp.batch_tokens / max(train_ms, 1)
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", False)
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s",
+                                     refresh=False)
             self.bar.update(step - self.bar.n)
 
     def close(self) -> None:
@@ -1866,13 +1883,12 @@ def warn(sentence: str) -> None:
 
 
 def step_metrics(trainer: Trainer, clock: Clock, step: int) -> dict:
-    """What a line of metrics.jsonl says besides the loss; none of it is asked of the device."""
-    adam, muon = trainer.optimizers
-    groups = zip(("embed", "head", "scalar", "muon"), (*adam.param_groups, muon.param_groups[0]))
-    factor = rate_at(trainer.hp, step)
-    return dict(rates={kind: group["base_lr"] * factor for kind, group in groups},
-                momentum=momentum_at(trainer.hp, step),
-                window=[size if size < NO_LIMIT else None for size in window_at(trainer.hp, step)],
+    """What a line of metrics.jsonl says besides the loss; all of it is known on the host."""
+    hp = trainer.hp
+    rates = dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
+    return dict(rates={kind: rate * rate_at(hp, step) for kind, rate in rates.items()},
+                momentum=momentum_at(hp, step),
+                window=[size if size < NO_LIMIT else None for size in window_at(hp, step)],
                 times_ms=clock.now(), memory_mib=peak_memory_mib(trainer.hardware.device))
 
 
@@ -1881,6 +1897,18 @@ def peak_memory_mib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 2**10 if sys.platform == "linux" else 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def source_metadata() -> dict:
+    return dict(command=sys.argv, commit=command_output("git", "rev-parse", "HEAD") or None,
+                dirty=bool(command_output("git", "status", "--porcelain", "-uno")),
+                source_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
+
+
+def describe_source(about: dict) -> list[str]:
+    commit = f"{about['commit'] or 'unknown'}{' (dirty)' if about['dirty'] else ''}"
+    return [f"command: {' '.join(about['command'])}", f"commit: {commit}",
+            f"source_sha256: {about['source_sha256']}"]
 
 
 def environment(hardware: Hardware) -> dict:
@@ -1899,28 +1927,30 @@ def environment(hardware: Hardware) -> dict:
                 world_size=hardware.world_size, threads=torch.get_num_threads(),
                 dtype=str(hardware.dtype).removeprefix("torch."),
                 muon_dtype=str(hardware.muon_dtype).removeprefix("torch."),
-                attention=hardware.attention, compiled=hardware.compile)
+                attention=hardware.attention, compiled=hardware.compile,
+                why_not_compiled=hardware.why_not_compiled)
 
 
-def describe(hardware: Hardware, about: dict) -> list[str]:
-    compiled = "compiled" if hardware.compile else f"not compiled: {hardware.why_not_compiled}"
-    return [f"Python {about['python']}, PyTorch {about['torch']}, NumPy {about['numpy']}, "
-            f"CUDA {about['cuda']}, driver {about['driver']}, {about['platform']}",
-            f"{about['world_size']} × {about['device']} ({about['device_name']}), "
-            f"{about['threads']} threads, {about['dtype']} activations, "
-            f"{about['muon_dtype']} Newton–Schulz, "
-            f"{about['attention']} attention, {compiled}"]
+def describe(machine: dict) -> list[str]:
+    """Two lines for the log, of which records/logs.py reads the second."""
+    compiled = f"not compiled: {machine['why_not_compiled']}"
+    if machine["compiled"]:
+        compiled = "compiled"
+    return ["Python {python}, PyTorch {torch}, NumPy {numpy}, CUDA {cuda}, driver {driver}, "
+            "{platform}".format_map(machine),
+            "{world_size} × {device} ({device_name}), {threads} threads, {dtype} activations, "
+            "{muon_dtype} Newton–Schulz, {attention} attention, ".format_map(machine) + compiled]
 
 
 def describe_preset(hp: Hyperparameters) -> list[str]:
     """What the preset sets that differs from the defaults."""
-    changed = [f"{name}={value}" for name, value in as_dict(hp).items()
+    changed = [f"{name}={value}" for name, value in asdict(hp).items()
                if hp.origins[name].startswith("preset") and value != getattr(Hyperparameters, name)]
     return textwrap.wrap(f"preset {hp.preset} sets {', '.join(changed) or 'nothing'}", 100)
 
 
 def command_output(*command: str) -> str:
-    """What a command prints; empty where it does not exist or fails."""
+    """The output of a command; empty where it is missing or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True,
                               timeout=20).stdout.strip()
@@ -1946,7 +1976,7 @@ class Saver:
         self.wait()
 
     def save(self, name: str, state: dict, keep: int = 0) -> None:
-        """`state` must not change any more. keep: how many checkpoints may stay; 0: all."""
+        """The caller must not change `state` afterwards. keep: the newest checkpoints; 0: all."""
         self.wait()
         if self.enabled:
             path = self.folder / name
@@ -1966,14 +1996,16 @@ class Saver:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            for old in checkpoints(self.folder)[:-keep] if keep else []:
-                old.unlink(missing_ok=True)
+            if keep:  # a later one is of an attempt before: damaged, say
+                older = [old for old in checkpoints(self.folder) if step_of(old) <= step_of(path)]
+                for old in older[:-keep]:
+                    old.unlink(missing_ok=True)
             self.failed = False
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             with contextlib.suppress(OSError):
                 temporary.unlink()
             if not self.failed:
-                reason = error.__context__ or error  # behind PyTorch's RuntimeError, the disk's
+                reason = error.__context__ or error  # what caused PyTorch's RuntimeError
                 warn(f"{path} could not be written ({reason_of(reason)})")
             self.failed = True
 
@@ -1982,11 +2014,11 @@ def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, s
     """A collective: all ranks take part, rank 0 copies and writes."""
     parameter_norm = torch.nn.utils.get_total_norm(trainer.model.parameters())
     if not parameter_norm.isfinite():
-        raise trainer.not_finite(step, f"no checkpoint of step {step}")
+        raise trainer.not_finite_error(step, f"no checkpoint of step {step}")
     saver.wait()  # at most one copy of the state at a time
     state = trainer.state_dict()
     if saver.enabled:
-        about = dict(format=CHECKPOINT_FORMAT, hyperparameters=as_dict(trainer.hp),
+        about = dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(trainer.hp),
                      origins=trainer.hp.origins, step=step, clock_ms=clock.now(),
                      log_sizes=dict(log.sizes))
         saver.save(f"checkpoint_{step:07d}.pt", about | copy_to_host(state),
@@ -2007,7 +2039,7 @@ def step_of(path: Path) -> int:
 
 
 def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
-    """A checkpoint or a model.pt. Nothing in it is executed; tensors are read when used."""
+    """A checkpoint or a model.pt. Nothing in it is executed; its tensors are memory-mapped."""
     with explained(f"{path} cannot be loaded", "give another checkpoint or model.pt"):
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load does not compare checksums
@@ -2026,16 +2058,12 @@ def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
 
 
 def check_saved(hyperparameters: dict) -> dict:
-    """The saved values of the fields that exist today."""
-    known = {field.name for field in dataclasses.fields(Hyperparameters)}
-    missing = known - MAY_CHANGE_ON_RESUME - hyperparameters.keys()
-    if missing:  # today's default may be another training
+    """Validate saved hyperparameters. Returns those that this file still has."""
+    missing = FIELDS.keys() - MAY_CHANGE_ON_RESUME - hyperparameters.keys()
+    if missing:  # the default of this file could change the training
         raise ValueError(f"an older train_gpt.py wrote it, without {', '.join(sorted(missing))}")
-    values = {name: value for name, value in hyperparameters.items() if name in known}
-    try:
-        validate(Hyperparameters(**values))
-    except UserError as error:
-        raise ValueError(str(error)) from None
+    values = {name: value for name, value in hyperparameters.items() if name in FIELDS}
+    validate(Hyperparameters(**values))
     return values
 
 
@@ -2044,13 +2072,13 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
     step = checkpoint["step"]
     if step > trainer.hp.num_steps:
         raise UserError(f"--num_steps={trainer.hp.num_steps}: the checkpoint is of step {step}; "
-                          f"give at least --num_steps={step}")
+                        f"give at least --num_steps={step}")
     with explained("the checkpoint does not fit", "give one of this training"):
-        trainer.load_state_dict(copy_to_host(checkpoint))
+        trainer.load_state_dict(copy_to_host(checkpoint))  # its file may be deleted during the run
         adam, muon = trainer.optimizers
-        wanted = {p: adam.state[p] for group in adam.param_groups for p in group["params"]}
-        wanted |= {p: muon.state[p] for p in muon.own_params()}
-        for p, state in wanted.items():
+        states = {p: adam.state[p] for group in adam.param_groups for p in group["params"]}
+        states |= {p: muon.state[p] for p in muon.own_params()}
+        for p, state in states.items():
             if {x.shape for name, x in state.items() if name != "step"} != {p.shape}:
                 raise ValueError("the state of an optimizer is missing or of another shape")
         clock.ms = {kind: float(checkpoint["clock_ms"][kind]) for kind in clock.ms}
@@ -2058,16 +2086,15 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
 
 
 def find_run(hp: Hyperparameters) -> Run:
-    """The folder of the run, and the checkpoint that it continues, by hp.resume and hp.run_id."""
+    """The folder of the run and the checkpoint to resume from, by hp.resume and hp.run_id."""
     logs = Path(hp.log_dir)
     job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
     folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
-
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun
-    if restarted and hp.resume in ("", "auto"):
-        begun = folder if hp.run_id else max(logs.glob(f"*_{job}"), default=None)
-        if begun:
-            return resume_newest(begun)
+
+    if hp.resume == "" and restarted:  # in the folder that this job made before it failed
+        made = logs.glob(f"????-??-??_??????_{job}")
+        return resume_newest(folder if hp.run_id else max(made, default=folder))
 
     if hp.resume == "":
         if (folder / "log.txt").exists() or checkpoints(folder):
@@ -2076,10 +2103,9 @@ def find_run(hp: Hyperparameters) -> Run:
         return Run(folder)
 
     if hp.resume == "auto":
-        if not hp.run_id:
+        if not hp.run_id:  # the run that was saved last
             saved = logs.glob("*/checkpoint_*[0-9].pt")
-            latest = max(saved, key=lambda path: path.stat().st_mtime, default=None)
-            folder = latest.parent if latest else folder
+            folder = max(saved, key=os.path.getmtime, default=folder / "none").parent
         return resume_newest(folder)
 
     path = Path(hp.resume)
@@ -2087,16 +2113,18 @@ def find_run(hp: Hyperparameters) -> Run:
         if not checkpoints(path):
             raise UserError(f"--resume={path}: there is no checkpoint; give another folder")
         return resume_newest(path)
-    # A checkpoint that is named: a new run from there, in a folder of its own.
+
+    # a checkpoint: a new run from there, in a folder of its own
     checkpoint = read_checkpoint(path, with_training_state=True)
-    old_folder = path.resolve().parent
-    folder = old_folder.with_name(f"{old_folder.name}_from_{checkpoint['step']}_{job}")
+    if not hp.run_id:
+        old_folder = path.resolve().parent
+        folder = old_folder.with_name(f"{old_folder.name}_from_{checkpoint['step']}_{job}")
     if restarted and checkpoints(folder):
         return resume_newest(folder)
-    if not restarted and (folder / "log.txt").exists():  # plain torchrun names all its runs alike
+    if not restarted and (folder / "log.txt").exists():  # plain torchrun names all its jobs alike
         raise UserError(f"--resume={path}: {folder} holds a run already; resume that folder, or "
                         "move it")
-    return Run(folder, checkpoint, notes=(f"resuming from {path}, step {checkpoint['step']}",))
+    return Run(folder, checkpoint, notes=[f"resuming from {path}, step {checkpoint['step']}"])
 
 
 def resume_newest(folder: Path) -> Run:
@@ -2109,10 +2137,10 @@ def resume_newest(folder: Path) -> Run:
             notes.append(f"skipped: {error}")
             continue
         notes.append(f"resuming from {path}, step {checkpoint['step']}")
-        return Run(folder, checkpoint, checkpoint["log_sizes"], tuple(notes))
+        return Run(folder, checkpoint, checkpoint["log_sizes"], notes)
     if notes:
         raise UserError(f"{folder} cannot be resumed: {'; '.join(notes)}")
-    return Run(folder, notes=("no checkpoint to resume from: a new run",))
+    return Run(folder, notes=["no checkpoint to resume from: a new run"])
 
 
 def load_model(path: str, hardware: Hardware) -> GPT:
@@ -2123,7 +2151,7 @@ def load_model(path: str, hardware: Hardware) -> GPT:
         file = saved[-1] if saved else file / "model.pt"
     state = read_checkpoint(file)
     hp = Hyperparameters(**state["hyperparameters"])
-    hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here only room for the prompt
+    hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here: the longest context
     hp.val_sequence_tokens = 0
     with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
         model = GPT(hp, hardware.dtype, "banded")
@@ -2137,33 +2165,35 @@ def load_model(path: str, hardware: Hardware) -> GPT:
 def evaluate(trainer: Trainer) -> dict:
     """Loss per token, and bits per byte of text where that is known, over the val_tokens.
 
-    A signal ends it early: then trainer.stopping is set on all ranks, and the result means nothing.
+    A signal ends it early: then trainer.stopping is set on all ranks, and the result is not valid.
     """
     hp = trainer.hp
     hardware = trainer.hardware
     loader = trainer.data.val
     num_sequences = hp.val_tokens // loader.sequence_tokens
     first = hp.val_start // loader.sequence_tokens
-    loader.index = first + hardware.rank  # the ranks take turns, whatever their number
+    loader.index = first + hardware.rank  # the ranks take turns
     totals = torch.zeros(3, dtype=widest_dtype(hardware), device=hardware.device)
-    trainer.forward.eval()
+    trainer.compiled_model.eval()
     while loader.index < first + num_sequences and not trainer.stop_requested:
         (inputs, targets), = loader.next_batch(stride=hardware.world_size)
-        loss = trainer.forward(inputs, targets, trainer.window)
+        loss = trainer.compiled_model(inputs, targets, trainer.window)
         totals[:2] += torch.stack((loss, (targets != hp.document_token).sum()))
-    trainer.forward.train()
+    trainer.compiled_model.train()
     totals[2] = trainer.stop_requested
-    loss, text_tokens, stops = all_reduce_sum(totals, hardware)
+    loss_sum, text_tokens, stops = all_reduce_sum(totals, hardware)
     trainer.stopping = stops > 0
     if hp.is_byte_level:
         text_bytes = text_tokens
     else:
         text_bytes = (trainer.data.bytes_per_token or 0) * hp.val_tokens
-    if not math.isfinite(loss) and not trainer.stopping:
-        raise trainer.not_finite(trainer.data.train.index, f"the validation loss is {loss}")
-    nats = loss * loader.sequence_tokens
+    val_loss = loss_sum / num_sequences
+    if not math.isfinite(val_loss) and not trainer.stopping:
+        raise trainer.not_finite_error(trainer.data.train.index,
+                                       f"the validation loss is {val_loss}")
+    nats = loss_sum * loader.sequence_tokens
     bits_per_byte = nats / text_bytes / math.log(2) if text_bytes else None
-    return dict(val_loss=loss / num_sequences, bits_per_byte=bits_per_byte)
+    return dict(val_loss=val_loss, bits_per_byte=bits_per_byte)
 
 
 def widest_dtype(hardware: Hardware) -> torch.dtype:
@@ -2187,33 +2217,34 @@ def printable(text: str) -> str:
 
 
 @torch.no_grad()
-def sample(model: GPT, prompt: str, hp: Hyperparameters) -> str:
-    """The prompt and its continuation; hp has the settings of sampling."""
-    document_token = model.hp.document_token
-    encode, decode = text_codec(model.hp)
-    tokens = [document_token, *encode(prompt)]
-    if max(tokens) >= model.hp.vocab_size:
+def sample(model: GPT, prompt: str, settings: Hyperparameters) -> str:
+    """The prompt and its continuation. Of the settings only those of sampling are used."""
+    hp = model.hp
+    encode, decode = text_codec(hp)
+    tokens = [hp.document_token, *encode(prompt)]
+    if max(tokens) >= hp.vocab_size:
         raise UserError(f"--sample: the text has token {max(tokens)} and the model knows "
-                        f"{model.hp.vocab_size} tokens; give text of its own kind")
+                        f"{hp.vocab_size} tokens; give text of its own kind")
     device = model.skip_weights.device
-    generator = torch.Generator().manual_seed(hp.seed)
-    window = torch.tensor(window_at(model.hp, model.hp.num_steps), dtype=torch.int32, device=device)
-    # the window of a layer; a longer context costs more time for every token of the sample
-    room = min(model.hp.sequence_tokens, (max_blocks_back(model.hp) + 2) * BLOCK)
-    for _ in range(hp.sample_tokens):
+    generator = torch.Generator().manual_seed(settings.seed)
+    window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=device)
+    # the window of one layer; a longer context costs more time for every token of the sample
+    room = min(hp.sequence_tokens, (max_blocks_back(hp) + 2) * BLOCK)
+    for _ in range(settings.sample_tokens):
         context = tokens[-room:]
-        padding = [document_token] * (-len(context) % BLOCK)
+        padding = [hp.document_token] * (-len(context) % BLOCK)
         inputs = torch.tensor(context + padding, device=device)
-        logits = model(inputs, None, window)[len(context) - 1, :model.hp.vocab_size].float().cpu()
-        if hp.top_k:
-            logits[logits < logits.topk(min(hp.top_k, len(logits))).values[-1]] = -math.inf
-        if hp.temperature:
-            probs = (logits / hp.temperature).softmax(0)
+        logits = model(inputs, None, window)[len(context) - 1, :hp.vocab_size].float().cpu()
+        if settings.top_k:
+            lowest = logits.topk(min(settings.top_k, len(logits))).values[-1]
+            logits[logits < lowest] = -math.inf
+        if settings.temperature:
+            probs = (logits / settings.temperature).softmax(0)
             tokens.append(torch.multinomial(probs, 1, generator=generator).item())
         else:
             tokens.append(logits.argmax().item())
-    runs = itertools.groupby(tokens[1:], key=lambda token: token == document_token)
-    return "".join("\n\n" if is_start else decode(list(run)) for is_start, run in runs)
+    pieces = itertools.groupby(tokens[1:], key=lambda token: token == hp.document_token)
+    return "".join("\n\n" if is_start else decode(list(piece)) for is_start, piece in pieces)
 
 
 @torch.no_grad()
@@ -2237,7 +2268,7 @@ def score_hellaswag(folder: str, model: GPT, hardware: Hardware) -> dict:
 
 
 def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles: int) -> None:
-    """The end of a run, for a person: loss, clocks, memory, scores, a sample, where things are."""
+    """Log the final loss, times, memory, HellaSwag's score, a sample, and where the files are."""
     hp = trainer.hp
     log.close()
     trainer.model.attention = "banded"  # what follows is not compiled
@@ -2270,8 +2301,7 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
 
 def wait_until(is_ready, hardware: Hardware) -> None:
     """Poll. Times out before NCCL's watchdog, so that the error names the rank."""
-    start = time.monotonic()
-    deadline = min(start + hardware.timeout, hardware.give_up_at)
+    deadline = min(time.monotonic() + hardware.timeout, hardware.give_up_at)
     while not is_ready():
         if time.monotonic() > deadline:
             raise dist.DistError("no answer in time")
@@ -2279,7 +2309,7 @@ def wait_until(is_ready, hardware: Hardware) -> None:
 
 
 def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
-    """The sum over all ranks, as numbers."""
+    """Sum a tensor over the ranks, in place. Returns it as a list."""
     if hardware.world_size > 1:
         work = dist.all_reduce(values, async_op=True)
         wait_until(work.is_completed, hardware)
@@ -2288,7 +2318,7 @@ def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
 
 
 def join_group(hardware: Hardware) -> None:
-    """Names a rank that does not arrive within the timeout."""
+    """Initialize the process group. The error names the ranks that do not arrive in time."""
     if hardware.world_size == 1:
         return
     device_id = hardware.device if hardware.device.type == "cuda" else None
@@ -2314,49 +2344,50 @@ def join_group(hardware: Hardware) -> None:
 
 
 def group_timeout(hardware: Hardware) -> datetime.timedelta:
-    """After which PyTorch itself ends a collective: wait_until is first, and names the rank."""
+    """PyTorch's timeout of a collective: longer on CUDA, so that wait_until is first."""
     margin = 60 if hardware.device.type == "cuda" else 0
     return datetime.timedelta(seconds=hardware.timeout + margin)
 
 
 def set_timeout(hardware: Hardware, seconds: float) -> None:
+    """Of wait_until and of the process group."""
     hardware.timeout = seconds
     if hardware.world_size > 1:
         dist.distributed_c10d._set_pg_timeout(group_timeout(hardware))
 
 
 def leave_group(finished: bool) -> None:
-    """NCCL's ranks leave together: a rank that failed alone would wait, its error unseen."""
+    """Destroy the process group; not after a failure with NCCL, which waits for the other ranks."""
     if dist.is_initialized() and (finished or dist.get_backend() != "nccl"):
         dist.destroy_process_group()
 
 
 @torch.no_grad()
 def check_ranks_agree(trainer: Trainer, step: int) -> None:
-    """Compare step, hyperparameters and, by a cheap hash (the sum of its bits), every parameter."""
+    """Raise if the ranks differ in step, hyperparameters or a parameter (the sum of its bits)."""
     world_size = trainer.hardware.world_size
     if world_size == 1:
         return
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    settings = zlib.crc32(repr(as_dict(trainer.hp)).encode())
+    settings = zlib.crc32(repr(asdict(trainer.hp)).encode())
     values = {"the step": torch.tensor(step), "the hyperparameters": torch.tensor(settings)}
     suggestions = trainer.model.suggestions
     tables = suggestions.named_buffers() if suggestions else ()
     for name, x in (*trainer.model.named_parameters(), *tables):
         values[f"parameter {name}"] = x.view(integers[x.element_size()]).sum()
     own = torch.stack([value.to(trainer.hardware.device) for value in values.values()])
-    gathered = own.repeat(world_size)
+    gathered = own.new_empty(world_size * len(own))
     dist.all_gather_single(gathered, own)
     for name, by_rank in zip(values, gathered.view(world_size, -1).T.tolist()):
         for rank, value in enumerate(by_rank):
             if value != by_rank[0]:
                 raise UserError(f"rank {rank} differs from rank 0, first in {name}; start all "
-                                  "machines with the same options and files, or check their "
-                                  "hardware and resume with --resume=auto")
+                                "machines with the same options and files, or check their "
+                                "hardware and resume with --resume=auto")
 
 
 def find_silent_ranks(error: RuntimeError, patience_s: float = 3.0) -> str:
-    """A collective failed: every rank that still runs signs in at the launcher's store."""
+    """After a failed collective every rank that still runs sets a key in the launcher's store."""
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"alive{dist.get_rank()}", "")
@@ -2376,7 +2407,7 @@ class SignalHandler:
         self.trainer = trainer
         self.number = 0         # of the signal that stops the run
         self.reason = ""
-        self.received = 0.0     # when the first signal came
+        self.first_signal_at = 0.0
 
     def __enter__(self):
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -2384,9 +2415,10 @@ class SignalHandler:
         return self
 
     def handle(self, number: int, frame) -> None:
-        if self.received and time.monotonic() > self.received + 1:  # Ctrl-C also comes via torchrun
+        # torchrun sends Ctrl-C once more
+        if self.first_signal_at and time.monotonic() > self.first_signal_at + 1:
             os._exit(128 + number)
-        self.received = self.received or time.monotonic()
+        self.first_signal_at = self.first_signal_at or time.monotonic()
         if not self.trainer.stop_requested:
             self.request_stop(number, signal.Signals(number).name)
             if self.trainer.hardware.rank == 0:
@@ -2416,7 +2448,7 @@ class SignalHandler:
 
 def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHandler,
                 step: int) -> int:
-    """Say how to resume. Returns the exit code: every rank returns the same signal's."""
+    """Log how to resume. Returns the exit code, 128 + the signal, the same on every rank."""
     number = torch.tensor(signals.number, device=trainer.hardware.device)
     if trainer.hardware.world_size > 1:
         dist.all_reduce(number, dist.ReduceOp.MAX)
@@ -2433,50 +2465,53 @@ def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHand
 # ═══ 12  Before a run: hardware, memory, data ═════════════════════════════════════════════════════
 
 def find_hardware(hp: Hyperparameters) -> Hardware:
-    """Ranks come from torchrun's variables; without them there is one process and no group."""
+    """The device of this rank, and the number types, attention and compiler to use on it.
+
+    torchrun's variables give the ranks; without them there is one process and no group.
+    """
     # fewer fragments; PyTorch reads it when CUDA starts
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    here = Hardware(rank=int(os.environ.get("RANK", 0)),
-                    world_size=int(os.environ.get("WORLD_SIZE", 1)),
-                    local_rank=int(os.environ.get("LOCAL_RANK", 0)), timeout=hp.timeout)
+    hardware = Hardware(rank=int(os.environ.get("RANK", 0)),
+                        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+                        timeout=hp.timeout)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the ranks of this machine
     if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun on one machine
-        here.launcher_pid = os.getppid()
+        hardware.launcher_pid = os.getppid()
     kind = hp.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device=mps: this machine has none; give --device=cpu")
-    if kind == "cuda" and here.local_rank >= torch.cuda.device_count():
-        raise UserError(f"--device=cuda: rank {here.rank} needs GPU {here.local_rank} and there "
+    if kind == "cuda" and local_rank >= torch.cuda.device_count():
+        raise UserError(f"--device=cuda: rank {hardware.rank} needs GPU {local_rank} and there "
                         f"are {torch.cuda.device_count()}; start one process per GPU, or give "
                         "--device=cpu")
-    here.device = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
+    hardware.device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
 
+    gpu = torch.cuda.get_device_properties(hardware.device) if kind == "cuda" else None
     # GPUs compute in bfloat16 from Ampere on (older ones emulate it); on a CPU only Muon does.
     has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     cpu = torch.cpu.get_capabilities() if kind == "cpu" else {}
-    here.dtype = choose_dtype(hp.dtype, has_bf16)
-    here.muon_dtype = choose_dtype(hp.muon_dtype, has_bf16 or cpu.get("avx512_bf16")
-                                   or cpu.get("amx_bf16"))
+    hardware.dtype = choose_dtype(hp.dtype, has_bf16)
+    muon_has_bf16 = has_bf16 or cpu.get("avx512_bf16") or cpu.get("amx_bf16")
+    hardware.muon_dtype = choose_dtype(hp.muon_dtype, muon_has_bf16)
     if hp.dtype == "float64" and hp.muon_dtype == "auto":
-        here.muon_dtype = torch.float64
+        hardware.muon_dtype = torch.float64
     if kind == "cuda":
         lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
-        gpu = torch.cuda.get_device_properties(here.device)
-        here.has_fp8 = (gpu.major, gpu.minor) >= lowest
-    here.why_not_compiled = why_not_compile(hp, kind)
-    here.compile = not here.why_not_compiled
+        hardware.has_fp8 = (gpu.major, gpu.minor) >= lowest
+    hardware.why_not_compiled = why_not_compile(hp, kind)
+    hardware.compile = not hardware.why_not_compiled
 
-    can_flex = has_bf16 and here.compile
+    can_flex = has_bf16 and hardware.compile
     if hp.attention == "flex" and not can_flex:
         raise UserError("--attention=flex: it trains only compiled, on a GPU with bfloat16 "
                         "(NVIDIA: from Ampere on); give --attention=banded")
     if can_flex and hp.attention != "banded":
-        here.attention = "flex"
+        hardware.attention = "flex"
         padded_head = 1 << (hp.model_dim // hp.num_heads - 1).bit_length()  # Triton: powers of two
-        here.flex_options = choose_flex_options(torch.cuda.get_device_properties(here.device),
-                                                padded_head * here.dtype.itemsize)
-    return here
+        hardware.flex_options = choose_flex_options(gpu, padded_head * hardware.dtype.itemsize)
+    return hardware
 
 
 def choose_dtype(name: str, has_bf16: bool) -> torch.dtype:
@@ -2486,42 +2521,42 @@ def choose_dtype(name: str, has_bf16: bool) -> torch.dtype:
 
 
 def why_not_compile(hp: Hyperparameters, device_type: str) -> str:
-    """Empty where torch.compile is to be used.
+    """The reason not to use torch.compile; empty where it is used.
 
     On a CPU it makes a step a fifth faster, after a minute of compiling: only long runs gain.
     """
     if hp.compile == "no":
         return "--compile=no"
-    missing = ""
+    problem = ""
     if device_type == "mps":
-        missing = "there is no compiler for it"
+        problem = "there is no compiler for it"
     elif device_type == "cpu":
         if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-            missing = "there is no C++ compiler (g++ or clang++) here"
+            problem = "there is no C++ compiler (g++ or clang++) here"
     elif torch.cuda.get_device_properties(0).major < 7:
-        missing = "there is no Triton for this GPU"
+        problem = "there is no Triton for this GPU"
     else:
         try:
             start_triton()
         except (*FOREIGN_ERRORS, ImportError, subprocess.SubprocessError) as error:
-            missing = (f"Triton cannot start ({reason_of(error)}), which needs a C compiler and "
+            problem = (f"Triton cannot start ({reason_of(error)}), which needs a C compiler and "
                        f"Python.h (gcc, python3.{sys.version_info.minor}-dev)")
-    if missing and hp.compile == "yes":
-        raise UserError(f"--compile=yes: {missing}; give --compile=no")
+    if problem and hp.compile == "yes":
+        raise UserError(f"--compile=yes: {problem}; give --compile=no")
     flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
-    if not missing and hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
+    if not problem and hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
         return "the run is too short for it to pay on a CPU"
-    return missing
+    return problem
 
 
 def start_triton() -> None:
-    """On its first GPU Triton builds a library in C, long before it is asked for a kernel."""
+    """Triton builds a library in C when it starts: raises where there is no C compiler."""
     from triton.runtime import driver
-    driver.active.utils
+    driver.active.utils  # builds it
 
 
 def head_choices(head_dim: int):
-    """Inductor's choices, but sums over a head in one pass: QK-norm's backward, 0.7 ms a step."""
+    """Inductor's heuristics, but sums over a head in one pass: 0.7 ms a step of h100, modelled."""
     from torch._inductor.choices import InductorChoices
     usual = InductorChoices.should_use_persistent_reduction
 
@@ -2537,14 +2572,14 @@ def head_choices(head_dim: int):
 
 
 def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
-    """Settings of the process that precede everything else on the device."""
+    """Settings of the whole process, before anything runs on the device."""
     device = hardware.device
     if device.type == "cuda":
         with explained(f"GPU {device.index} cannot be used",
                        "see nvidia-smi, install a PyTorch built for it, or give --device=cpu"):
             torch.cuda.set_device(device)
             torch.empty(1, device=device, requires_grad=True).backward()  # starts CUDA, autograd
-        torch.backends.cuda.enable_cudnn_sdp(False)  # an H100's first choice plans each length anew
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for each length
         config = torch._inductor.config
         config.coordinate_descent_tuning = hp.tune_kernels
         config.max_autotune_gemm = hp.tune_products
@@ -2596,7 +2631,8 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
     parameters = 5 * (embeddings + head + suggestions)  # weights, gradients twice, two moments
     parameters += 3 * matrices                          # weights, gradients twice
     parameters += matrices / hardware.world_size        # momentum, shared among the ranks
-    parameters += 3 * hp.ngram_tokens                   # tables of n-grams
+    if hp.ngram_order:
+        parameters += 3 * hp.ngram_tokens               # tables of n-grams
     per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim  # activations kept for the backward pass
     if hardware.attention == "banded" and hardware.device.type != "cpu":
         band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
@@ -2611,17 +2647,19 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
 
 
 def usable_bytes(total_bytes: int) -> float:
-    """Of a GPU's memory: less fragments, CUDA itself and workspaces."""
+    """What is left of a GPU's memory for tensors, after fragmentation, CUDA and workspaces."""
     return 0.9 * total_bytes - 2**30
 
 
 def available_bytes(hardware: Hardware) -> float:
-    """Of this machine, or of its smallest GPU, less what others use of it.
+    """Of this machine, shared among its ranks, or of its smallest GPU.
 
-    Several ranks have to choose alike, and what is free may differ: theirs count as empty.
+    A single rank counts what is free of its GPU. Several ranks have to choose the same lengths,
+    and what is free may differ: their GPUs count as empty.
     """
     if hardware.device.type != "cuda":
-        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
     cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     room = min(card.total_memory for card in cards)
     if hardware.world_size == 1:
@@ -2635,18 +2673,21 @@ def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str) -> int:
 
     Until it divides what is cut into sequences, then by halves until it fits the memory.
     """
-    length = getattr(hp, name)
+    cut = []
     if name == "sequence_tokens":
-        length = math.gcd(length, hp.batch_tokens // hardware.world_size)
+        cut.append(hp.batch_tokens // hardware.world_size)
     if name == "val_sequence_tokens" or not hp.val_sequence_tokens:
-        length = math.gcd(length, hp.val_tokens, hp.val_start)
-    alone = dataclasses.replace(hp, sequence_tokens=0, val_sequence_tokens=0)
-    setattr(alone, name, length)
-    while memory_needed(alone, hardware) > hardware.memory_bytes:
-        if length % (2 * math.lcm(BLOCK, hp.segment_tokens or 1)):
-            break
+        cut += [hp.val_tokens, hp.val_start]
+    length = math.gcd(getattr(hp, name), *cut)
+    shortest = math.lcm(BLOCK, hp.segment_tokens or 1)
+
+    def fits(length: int) -> bool:
+        """The peak is the larger one of training and validation: each length counts by itself."""
+        lengths = dict.fromkeys(SEQUENCE_LENGTHS, 0) | {name: length}
+        return memory_needed(dataclasses.replace(hp, **lengths), hardware) <= hardware.memory_bytes
+
+    while length % (2 * shortest) == 0 and not fits(length):
         length //= 2
-        setattr(alone, name, length)
     return length
 
 
@@ -2654,8 +2695,8 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
     """Shorten sequences that do not fit, and do without FP8 where there is none. Returns notes.
 
     Shorter sequences mean more micro-steps of the same batch: the same training, except that
-    attention does not reach across sequences. What the command line says stays. keep: so does
-    everything else, unless a sequence no longer divides the batch of a rank.
+    attention does not reach across sequences. What the command line sets is not changed. keep: on
+    resume, when only a length that does not divide the batch of a rank is changed.
     """
     notes = []
 
@@ -2679,9 +2720,9 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
     for name in SEQUENCE_LENGTHS:
         if name in may_change and getattr(hp, name):
             length = fitting_length(hp, hardware, name)
-            # what is no whole number of blocks is refused by check_sequences, with the reason
+            # check_sequences refuses what is not a multiple of BLOCK, with the reason
             if length != getattr(hp, name) and length % BLOCK == 0:
-                change(name, length, "it divides what is cut into sequences, and fits the memory")
+                change(name, length, "it divides the tokens of a rank, and fits the memory")
     needed = memory_needed(hp, hardware)
     if needed > hardware.memory_bytes:
         notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
@@ -2695,7 +2736,7 @@ def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
         half = dataclasses.replace(hp, **{name: getattr(hp, name) // 2})
         length = fitting_length(half, hardware, name)
         needed = memory_needed(dataclasses.replace(hp, **{name: length}), hardware)
-        is_possible = length > 0 and length % math.lcm(BLOCK, hp.segment_tokens or 1) == 0
+        is_possible = length % math.lcm(BLOCK, hp.segment_tokens or 1) == 0
         is_less = needed < memory_needed(hp, hardware)  # otherwise the other length is too long
         if is_possible and is_less and needed <= hardware.memory_bytes:
             return f"give --{name}={length}"
@@ -2717,59 +2758,65 @@ def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
 
 
 def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
+    share = 1 - hp.ngram_share if hp.ngram_order else 1.0
     loader = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
                     rank=hardware.rank, world_size=hardware.world_size, device=hardware.device,
                     vocab_size=hp.vocab_size, epochs=hp.epochs, seed=hp.seed,
                     document_token=hp.document_token, align_documents=hp.align_documents,
-                    num_batches=hp.num_steps, share=1 - hp.ngram_share)
-    check_budget(hp, loader, hp.num_steps, "num_steps", 1)
-    return loader
+                    num_batches=hp.num_steps, share=share)
+    if len(loader) >= hp.num_steps:
+        return loader
+    remedies = []
+    source, _, count = missing_data(hp).partition(" ")
+    if source:
+        remedies.append(f"fetch the rest with: python data/{source}.py {count}".rstrip())
+    batches_per_epoch = len(loader) // hp.epochs
+    if batches_per_epoch:
+        remedies.append(f"repeat them with --epochs={-(-hp.num_steps // batches_per_epoch)}")
+    if len(loader):
+        remedies.append(f"lower it to --num_steps={len(loader)}")
+    else:
+        remedies.append("lower --batch_tokens or --sequence_tokens")
+    raise too_few_tokens(loader, f"--num_steps={hp.num_steps}", hp.num_steps, remedies)
 
 
 def open_val(hp: Hyperparameters, hardware: Hardware) -> Loader:
     """Its batch is one sequence; the ranks take turns."""
     tokens = hp.val_sequence_tokens or hp.sequence_tokens
     loader = Loader(hp.val_files, tokens, tokens, device=hardware.device, vocab_size=hp.vocab_size)
-    check_budget(hp, loader, (hp.val_start + hp.val_tokens) // tokens, "val_tokens", tokens)
-    return loader
-
-
-def check_budget(hp: Hyperparameters, loader: Loader, needed: int, name: str, unit: int) -> None:
-    """Refuse a run that would use up its shards. `unit`: what --name counts per batch."""
+    needed = (hp.val_start + hp.val_tokens) // tokens
     if len(loader) >= needed:
-        return
-    remedies = []
-    if missing_data(hp):
-        source, *shards = missing_data(hp).split()
-        remedies.append(" ".join([f"fetch the rest with: python data/{source}.py", *shards]))
-    batches_per_epoch = len(loader) // loader.epochs
-    if name == "num_steps" and batches_per_epoch:
-        remedies.append(f"repeat them with --epochs={-(-needed // batches_per_epoch)}")
-    possible = len(loader) * unit - (hp.val_start if name == "val_tokens" else 0)
+        return loader
+    possible = len(loader) * tokens - hp.val_start
+    remedy = "lower --val_start or --sequence_tokens"
     if possible > 0:
-        remedies.append(f"lower it to --{name}={possible}")
-    elif len(loader):
-        remedies.append("lower --val_start")
-    else:
-        remedies.append("lower --batch_tokens or --sequence_tokens")
-    asked = f"--{name}={getattr(hp, name)} needs {needed}"
-    raise UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
-                    f"{loader.batch_tokens} tokens and {asked}; {', or '.join(remedies)}")
+        remedy = f"lower it to --val_tokens={possible}"
+    raise too_few_tokens(loader, f"--val_tokens={hp.val_tokens}", needed, [remedy])
+
+
+def too_few_tokens(loader: Loader, asked: str, needed: int, remedies: list[str]) -> UserError:
+    return UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
+                     f"{loader.batch_tokens} tokens and {asked} needs {needed}; "
+                     f"{', or '.join(remedies)}")
 
 
 def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | None]:
     """(sha256 of each shard, bytes of text per token), where data/ left a manifest."""
     held = {shard.path: shard.num_tokens for shard in loader.shards}
-    described = any((Path(path).parent / "manifest.json").exists() for path in held)
-    if not described or not (FOLDER / "data").is_dir():
+    if not has_data_scripts():
         return dict.fromkeys(held), None
     with data_module("shards") as shards:
         return shards.check_manifests(held, hp.vocab_size, hp.document_token)
 
 
+def has_data_scripts() -> bool:
+    """Not where train_gpt.py was copied alone."""
+    return (FOLDER / "data" / "shards.py").is_file()
+
+
 def missing_data(hp: Hyperparameters) -> str:
     """What run.sh fetches: "enwik8", "fineweb N" for N training shards, or "" for nothing."""
-    if not (FOLDER / "data").is_dir():
+    if not has_data_scripts():
         return ""
     batch_tokens = hp.batch_tokens
     if hp.align_documents:
@@ -2781,7 +2828,7 @@ def missing_data(hp: Hyperparameters) -> str:
 
 @contextlib.contextmanager
 def data_module(name: str):
-    """A module of data/ for use in a with block; what it refuses becomes a UserError of ours."""
+    """Import a module of data/ for a with block; its UserError becomes ours."""
     folder = str(FOLDER / "data")
     sys.path.insert(0, folder)
     try:
@@ -2806,7 +2853,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def parse_value(kind, text: str):
-    """The value of a field of this kind."""
+    """Parse text as a value of a field of this type."""
     with contextlib.suppress(ValueError, OverflowError):
         if kind is str or (kind == str | tuple and not text.startswith("(")):
             return text
@@ -2837,7 +2884,6 @@ def build_parser(shown: Hyperparameters | None = None) -> Parser:
                     argument_default=argparse.SUPPRESS,
                     formatter_class=lambda prog: argparse.HelpFormatter(prog, 4, 34, 120))
     group = parser.add_argument_group("hyperparameters, with their values on this machine")
-    kinds = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
     for line in inspect.getsource(Hyperparameters).splitlines():
         heading = re.fullmatch(r"    # (.+)", line)
         field = re.fullmatch(r"    (\w+): [\w |]+ = .+?(?:\s+# (.+))?", line)
@@ -2845,11 +2891,11 @@ def build_parser(shown: Hyperparameters | None = None) -> Parser:
             group = parser.add_argument_group(heading[1])
         elif field:
             name, meaning = field.groups("")
-            group.add_argument(f"--{name}", type=functools.partial(parse_value, kinds[name]),
+            group.add_argument(f"--{name}", type=functools.partial(parse_value, FIELDS[name]),
                                metavar=str(getattr(shown, name, "")),
                                help=meaning.replace("%", "%%"),
-                               nargs="?" if kinds[name] is bool else None,
-                               const=True if kinds[name] is bool else None,
+                               nargs="?" if FIELDS[name] is bool else None,
+                               const=True if FIELDS[name] is bool else None,
                                action="append" if name == "preset" else "store")
     return parser
 
@@ -2860,9 +2906,8 @@ def parse_options(arguments: list[str]) -> dict:
                  for argument in arguments]  # --num-steps is --num_steps
     options, unknown = build_parser().parse_known_args(arguments)
     if unknown:
-        names = [field.name for field in dataclasses.fields(Hyperparameters)]
         word = unknown[0].lstrip("-").partition("=")[0]
-        close = difflib.get_close_matches(word, names, n=1, cutoff=0.0)[0]
+        close = difflib.get_close_matches(word, FIELDS, n=1, cutoff=0.0)[0]
         raise UserError(f"{unknown[0]}: no such option; did you mean --{close}=…? (--help lists "
                         "them all)")
     values = vars(options)
@@ -2873,9 +2918,8 @@ def parse_options(arguments: list[str]) -> dict:
 
 def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
     """Defaults, then presets or the values of a checkpoint, then the options."""
-    names = [field.name for field in dataclasses.fields(Hyperparameters)]
     values = {}
-    origins = dict.fromkeys(names, "default")
+    origins = dict.fromkeys(FIELDS, "default")
     if checkpoint:
         values |= checkpoint["hyperparameters"]
         origins |= {name: checkpoint["origins"].get(name, "checkpoint") for name in values}
@@ -2884,11 +2928,11 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
         device = options.get("device", Hyperparameters.device)
         on_gpus = device in ("auto", "cuda") and torch.cuda.is_available()
         preset = "h100" if on_gpus else "laptop"
-    if preset != values.get("preset"):
-        layers = [(name, PRESETS.get(name)) for name in preset.split("+")]
-        if "laptop" in dict(layers):
-            layers.insert(0, ("laptop", LAPTOP_ARCHITECTURE))  # below the others
-        for name, fields in layers:
+    if preset != values.get("preset"):  # a checkpoint has the values of its own preset
+        presets = [(name, PRESETS.get(name)) for name in preset.split("+")]
+        if "laptop" in dict(presets):
+            presets.insert(0, ("laptop", LAPTOP_ARCHITECTURE))  # the others come after it, and win
+        for name, fields in presets:
             if fields is None:
                 raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
             values |= fields
@@ -2904,6 +2948,7 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
 
 
 def parse_command_line(arguments: list[str]) -> Hyperparameters:
+    """Without --resume, which main handles."""
     return resolve(parse_options(arguments))
 
 
@@ -2913,8 +2958,8 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
     Refuses options that change the training, unless --resume_anyway is given.
     """
     hp = resolve(options, run.checkpoint)
-    saved = as_dict(Hyperparameters(**run.checkpoint["hyperparameters"]))
-    changed = {name: f"{name} {saved[name]!r} → {value!r}" for name, value in as_dict(hp).items()
+    saved = asdict(Hyperparameters(**run.checkpoint["hyperparameters"]))
+    changed = {name: f"{name} {saved[name]!r} → {value!r}" for name, value in asdict(hp).items()
                if value != saved[name]
                and name not in ("resume", "resume_anyway", "run_id", "show")}
     refused = [text for name, text in changed.items() if name not in MAY_CHANGE_ON_RESUME]
@@ -2922,10 +2967,10 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
         raise UserError(f"--resume={hp.resume}: this changes the training of the checkpoint: "
                         f"{', '.join(refused)}; leave these options out, or add --resume_anyway")
     notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
-    with contextlib.suppress(UserError):
-        here = as_dict(resolve(options | dict(preset=hp.preset)))
-        edited = [f"{name}={here[name]} (checkpoint: {value})" for name, value in saved.items()
-                  if value != here[name] and name not in MAY_CHANGE_ON_RESUME
+    with contextlib.suppress(UserError):  # the values of this file may not go with the options
+        in_file = asdict(resolve(options | dict(preset=hp.preset)))
+        edited = [f"{name}={in_file[name]} (checkpoint: {value})" for name, value in saved.items()
+                  if value != in_file[name] and name not in MAY_CHANGE_ON_RESUME
                   and hp.origins[name] not in ("command line", "checkpoint", "hardware")]
         if edited:
             notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
@@ -2934,11 +2979,11 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
 
 def check_types(hp: Hyperparameters) -> None:
     """Values may come from an edited default or from a file."""
-    for field in dataclasses.fields(hp):
-        value = getattr(hp, field.name)
-        accepted = int | float if field.type is float else field.type
-        if not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool):
-            raise UserError(f"{field.name} = {value!r}: expected {KINDS[field.type]}")
+    for name, kind in FIELDS.items():
+        value = getattr(hp, name)
+        accepted = int | float if kind is float else kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise UserError(f"{name} = {value!r}: expected {KINDS[kind]}")
 
 
 def nearest_multiple(number: int, unit: int) -> int:
@@ -2953,10 +2998,10 @@ def need(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
 def validate(hp: Hyperparameters) -> None:
     """Refuse impossible values and combinations, each in one sentence."""
     check_types(hp)
-    for field in dataclasses.fields(hp):
-        if field.type in (int, float):
-            lowest = AT_LEAST.get(field.name, 0)
-            need(hp, getattr(hp, field.name) >= lowest, field.name, f"at least {lowest}")
+    for name, kind in FIELDS.items():
+        if kind in (int, float):
+            lowest = AT_LEAST.get(name, 0)
+            need(hp, getattr(hp, name) >= lowest, name, f"at least {lowest}")
     for name, highest in AT_MOST.items():
         need(hp, getattr(hp, name) <= highest, name, f"at most {highest}")
     for name, choices in CHOICES.items():
@@ -2994,7 +3039,10 @@ def validate(hp: Hyperparameters) -> None:
 
 def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
                     world_size: int = 1) -> None:
-    """The named lengths of sequences against the batch, its segments and the validation."""
+    """Check the named lengths against the batch, its segments and the validation.
+
+    First those that the user gave (resolve), then all, as fit_to_hardware left them (main).
+    """
     for name in names:
         need(hp, getattr(hp, name) % BLOCK == 0, name, "a multiple of the mask's block of "
              f"{BLOCK}; the nearest is {nearest_multiple(getattr(hp, name), BLOCK)}")
@@ -3012,17 +3060,17 @@ def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
     else:
         need(hp, hp.batch_tokens % BLOCK == 0, "batch_tokens",
              f"a multiple of {BLOCK}; the nearest is {nearest_multiple(hp.batch_tokens, BLOCK)}")
-    of_validation = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
-    if of_validation in names:
-        unit = getattr(hp, of_validation)
+    val_name = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
+    if val_name in names:
+        unit = getattr(hp, val_name)
         for name in ("val_tokens", "val_start"):
-            need(hp, getattr(hp, name) % unit == 0, name, f"a multiple of {of_validation}={unit}; "
+            need(hp, getattr(hp, name) % unit == 0, name, f"a multiple of {val_name}={unit}; "
                  f"the nearest is {nearest_multiple(getattr(hp, name), unit)}")
 
 
 def show(hp: Hyperparameters) -> None:
     """Every value with its origin, and what run.sh needs to know."""
-    for name, value in as_dict(hp).items():
+    for name, value in asdict(hp).items():
         print(f"{name}={value}\t# {hp.origins[name]}")
     gpus = torch.cuda.device_count() if hp.device in ("auto", "cuda") else 0
     print(f"gpus={gpus}\t# that this PyTorch can use for the run")
@@ -3057,9 +3105,8 @@ def print_error(error: UserError | str) -> int:
 
 
 def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
-    """The hyperparameters of the run, its folder and the checkpoint that it continues."""
+    """The hyperparameters of the run, its folder and the checkpoint that it resumes from."""
     asked = Hyperparameters(**options)
-    check_types(asked)
     if asked.checkpoint or (asked.show and not asked.resume):
         return resolve(options), Run(Path())
     if not asked.resume:
@@ -3068,7 +3115,8 @@ def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
     if not run.checkpoint:
         return resolve(options), run
     hp, notes = resume_hyperparameters(options, run)
-    return hp, run._replace(notes=(*run.notes, *notes))
+    run.notes += notes
+    return hp, run
 
 
 def main(arguments: list[str]) -> int:
@@ -3087,17 +3135,16 @@ def main(arguments: list[str]) -> int:
         if hp.checkpoint:
             code = use_model(hp, hardware)
         else:
-            notes = fit_to_hardware(hp, hardware, keep=run.checkpoint is not None)
+            run.notes += fit_to_hardware(hp, hardware, keep=run.checkpoint is not None)
             check_sequences(hp, world_size=hardware.world_size)
-            data = open_data(hp, hardware)
-            run = run._replace(notes=(*run.notes, *notes))
-            code = train(hp, hardware, data, run)
+            code = train(hp, hardware, open_data(hp, hardware), run)
         return code
     except UserError as error:
         return print_error(error)
     except (RuntimeError, MemoryError) as error:
         if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            os._exit(print_error(find_silent_ranks(error)))  # leaving a stuck group gets stuck too
+            # at once: to destroy a group that hangs would hang too
+            os._exit(print_error(find_silent_ranks(error)))
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not out_of_memory and "can't allocate memory" not in str(error):
             raise
@@ -3107,7 +3154,7 @@ def main(arguments: list[str]) -> int:
                            f"{less_memory(hp, hardware)}")
     except KeyboardInterrupt:  # before the first step; from then on SignalHandler takes it
         if os.environ.get("RANK", "0") == "0":
-            print("stopped before the first step: there was nothing to save", file=sys.stderr)
+            print("interrupted: there was nothing to save", file=sys.stderr)
         os._exit(128 + signal.SIGINT)
     finally:
         leave_group(finished=code is not None)

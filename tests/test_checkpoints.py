@@ -4,8 +4,10 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import threading
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,7 @@ def test_resume_continues_bit_for_bit_with_nothing_retyped(whole, cut, capsys):
     assert "changed since the checkpoint: nothing\n" in lines
     assert "edited in this file" not in lines
     assert len([metric for metric in result.metrics if "start" in metric]) == 1
+    assert f"command: {' '.join(sys.argv)}\n" in lines and "source_sha256: " in lines
 
 
 def test_a_run_resumes_on_one_rank_two_three_and_one(data, whole, cut):
@@ -101,7 +104,7 @@ def test_auto_without_a_checkpoint_starts_a_run_and_a_folder_without_one_is_refu
     arguments = [*TINY, f"--log_dir={tmp_path}"]
     _, fresh = prepare(*arguments, "--resume=auto", "--run_id=new")
     assert (fresh.folder, fresh.checkpoint) == (tmp_path / "new", None)
-    assert fresh.notes == ("no checkpoint to resume from: a new run",)
+    assert fresh.notes == ["no checkpoint to resume from: a new run"]
     with pytest.raises(train_gpt.UserError, match="there is no checkpoint; give another folder"):
         prepare(*arguments, f"--resume={tmp_path}")
 
@@ -243,6 +246,13 @@ def test_a_restart_continues_the_run_that_it_belongs_to(data, cut, restarted):
     assert (found.folder, found.checkpoint["step"]) == (own, 4)
 
 
+def test_a_restart_takes_no_run_from_a_checkpoint_of_a_job_with_the_same_id(data, cut, restarted):
+    """Plain torchrun gives all its jobs the same id."""
+    folder = cut(4)
+    other = folder.rename(folder.with_name("run_from_2_abc123"))
+    assert restarted(*SIX_STEPS, *data, f"--log_dir={other.parent}").checkpoint is None
+
+
 def test_a_restart_continues_a_run_with_a_name(data, cut, restarted):
     folder = cut(4)
     arguments = [*SIX_STEPS, *data, f"--log_dir={folder.parent}", "--run_id=run"]
@@ -273,6 +283,7 @@ def test_a_restart_of_a_run_from_an_earlier_checkpoint_continues_that(cut, resta
                  *(option.format(logs=folder.parent) for option in options)]
     first = prepare(*arguments)[1]
     assert first.folder != folder
+    assert (first.folder.name == "x") == any("run_id" in option for option in options)
     found = restarted(*arguments)  # before it has saved anything
     assert (found.folder, found.checkpoint["step"]) == (first.folder, 2)
     first.folder.mkdir()
@@ -287,7 +298,7 @@ def test_a_resumed_run_has_the_checkpoints_own_hyperparameters(data, cut):
     folder = cut(4)
     hp, _ = prepare(f"--resume={folder}", "--log_every=3")
     original = train_gpt.parse_command_line([*SIX_STEPS, *data])
-    different = {name for name, value in train_gpt.as_dict(hp).items()
+    different = {name for name, value in asdict(hp).items()
                  if value != getattr(original, name)}
     assert different == {"resume", "log_every", "run_id"}
     assert hp.origins["log_every"] == hp.origins["num_steps"] == "command line"
@@ -350,7 +361,7 @@ def test_a_checkpoint_of_another_version_of_the_file(data, cut):
     path = edit(folder / "checkpoint_0000004.pt", age)
     hp, resumed = prepare(f"--resume={path}")
     assert hp.profile == 0 and not hasattr(hp, "number_of_bells")
-    assert resumed.notes[1:] == ("changed since the checkpoint: nothing",)
+    assert resumed.notes[1:] == ["changed since the checkpoint: nothing"]
     trainer = make_trainer(hp)
     clock = train_gpt.Clock(trainer.hardware.device)
     assert train_gpt.restore(trainer, clock, resumed.checkpoint) == 4
@@ -376,10 +387,10 @@ def test_a_sequence_that_was_chosen_for_the_machine_is_no_edit_of_the_file(cut):
     train_gpt.fit_to_hardware(hp, train_gpt.Hardware())
     assert hp.sequence_tokens == 8192 and not hp.fp8_head
     edit(folder / "checkpoint_0000004.pt", lambda state: state.update(
-        hyperparameters=train_gpt.as_dict(hp), origins=hp.origins))
+        hyperparameters=asdict(hp), origins=hp.origins))
     resumed_hp, resumed = prepare(f"--resume={folder}")
     assert resumed_hp.sequence_tokens == hp.sequence_tokens
-    assert resumed.notes[1:] == ("changed since the checkpoint: nothing",)
+    assert resumed.notes[1:] == ["changed since the checkpoint: nothing"]
 
 
 # ---- writing ----
@@ -426,6 +437,14 @@ def test_checkpoints_are_kept_and_ordered_by_step(tmp_path):
             saver.save(f"checkpoint_{step:07d}.pt", dict(step=step), keep=3)
     assert [train_gpt.step_of(path) for path in train_gpt.checkpoints(tmp_path)] == list(steps[1:])
     assert not (tmp_path / "saving.tmp").exists()
+
+
+def test_a_later_checkpoint_that_was_skipped_does_not_displace_the_new_one(tmp_path):
+    (tmp_path / "checkpoint_0000200.pt").write_text("damaged")
+    with train_gpt.Saver(tmp_path, enabled=True) as saver:
+        for step in (100, 150):
+            saver.save(f"checkpoint_{step:07d}.pt", dict(step=step), keep=1)
+    assert [train_gpt.step_of(path) for path in train_gpt.checkpoints(tmp_path)] == [150, 200]
 
 
 def test_one_copy_at_a_time_and_none_between_checkpoints(data, tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ from train_gpt import (
     PRESETS,
     Hyperparameters,
     UserError,
-    as_dict,
+    asdict,
     parse_command_line,
     resolve,
 )
@@ -125,7 +125,7 @@ def test_the_fields_of_presets_exist_and_have_their_type():
 
 def test_the_defaults_are_the_h100_run():
     assert PRESETS["h100"] == {}
-    assert as_dict(hyperparameters("h100")) == DEFAULTS | dict(preset="h100")
+    assert asdict(hyperparameters("h100")) == DEFAULTS | dict(preset="h100")
 
 
 @pytest.mark.parametrize("preset", DATED)
@@ -143,7 +143,7 @@ def with_laptop_layout(*presets: str) -> dict:
 def test_later_presets_win_field_by_field(first, second):
     hp = parse_command_line([f"--preset={first}", f"--preset={second}"])
     expected = DEFAULTS | with_laptop_layout(first, second) | PRESETS[first] | PRESETS[second]
-    assert as_dict(hp) == expected | dict(preset=f"{first}+{second}")
+    assert asdict(hp) == expected | dict(preset=f"{first}+{second}")
     assert parse_command_line([f"--preset={first}+{second}"]) == hp
 
 
@@ -261,8 +261,8 @@ def test_no_edit_of_a_default_changes_a_dated_preset(edited):
     for name, value in changed.items():
         assert getattr(module.Hyperparameters, name) == value != DEFAULTS[name], "not edited"
     for preset in (*DATED, *(f"{preset}+laptop" for preset in DATED)):
-        before = as_dict(resolve(dict(preset=preset)))
-        assert module.as_dict(module.resolve(dict(preset=preset))) == before, preset
+        before = asdict(resolve(dict(preset=preset)))
+        assert module.asdict(module.resolve(dict(preset=preset))) == before, preset
 
 
 def test_an_edited_default_is_what_an_h100_run_uses(edited):
@@ -513,7 +513,7 @@ def test_help_lists_every_field_with_its_value_here_and_its_meaning(capsys, monk
         assert max(map(len, text.splitlines())) <= 120
         entries = dict(re.findall(r"^    --(\w+) (.*(?:\n {20,}.*)?)", text, re.M))
         assert list(entries) == list(FIELDS)
-        for name, value in as_dict(hyperparameters(preset)).items():
+        for name, value in asdict(hyperparameters(preset)).items():
             shown = f"[{value}]" if isinstance(value, bool) else str(value)
             assert entries[name].startswith(shown), name
             meaning = entries[name].removeprefix(shown)

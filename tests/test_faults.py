@@ -211,7 +211,7 @@ def test_control_c_before_the_first_step_is_one_line(data):
     process = subprocess.run([sys.executable, "-c", code, *SIX_STEPS, *data], capture_output=True,
                              text=True, cwd=ROOT)
     assert process.returncode == 128 + signal.SIGINT
-    assert process.stderr == "stopped before the first step: there was nothing to save\n"
+    assert process.stderr == "interrupted: there was nothing to save\n"
 
 
 @pytest.fixture

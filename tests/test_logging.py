@@ -147,7 +147,7 @@ def test_the_driver_is_in_the_log_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     gpu = Hardware(device=torch.device("cuda", 0))
     assert train_gpt.environment(gpu)["driver"] == "580.65.06"
-    assert "driver 580.65.06," in train_gpt.describe(gpu, train_gpt.environment(gpu))[0]
+    assert "driver 580.65.06," in train_gpt.describe(train_gpt.environment(gpu))[0]
     answers.clear()
     assert not train_gpt.environment(gpu)["driver"]
     assert train_gpt.environment(Hardware())["driver"] is None

@@ -89,8 +89,8 @@ def test_of_many_successors_the_most_frequent_are_kept(tmp_path):
     tokens[2:-1:2] = np.random.default_rng(0).permutation(pairs)
     ngrams = count(tmp_path, tokens, 1, 128)
     start, end = ngrams.starts_1[:2].tolist()
-    assert end - start == NGrams.MOST_SUCCESSORS
-    assert ngrams.successors_1[start:end].tolist() == list(range(1, 1 + NGrams.MOST_SUCCESSORS))
+    assert end - start == NGrams.MAX_SUCCESSORS
+    assert ngrams.successors_1[start:end].tolist() == list(range(1, 1 + NGrams.MAX_SUCCESSORS))
     assert (ngrams.probs_1[start:end].diff() < 0).all()
 
 
@@ -252,3 +252,14 @@ def test_a_text_that_is_used_up_leaves_nothing_to_count(tmp_path):
     process = run([*options, "--epochs=20", "--ngram_share=0.5"])
     assert process.returncode == 0, process.stderr
     assert "counted n-grams in 1,024 tokens" in process.stdout
+
+
+def test_no_part_is_set_aside_without_ngrams(tmp_path):
+    data = make_data(tmp_path, tokens=1027)
+    batches = {}
+    for order in (0, 3):
+        hp = train_gpt.parse_command_line([*TINY, *NGRAMS, *data, "--num_steps=1",
+                                           "--batch_tokens=256", "--ngram_share=0.5",
+                                           f"--ngram_order={order}"])
+        batches[order] = len(train_gpt.open_train(hp, train_gpt.Hardware()))
+    assert batches[0] == 2 * batches[3] > 0

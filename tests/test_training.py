@@ -61,7 +61,7 @@ def test_each_historical_system_trains_at_small_scale(data, preset):
 
 def reading_behind(data: list[str]) -> train_gpt.Trainer:
     trainer = make_trainer(hyperparameters(data))
-    trainer.read_behind = 1
+    trainer.max_unread = 1
     return trainer
 
 
@@ -225,7 +225,7 @@ def test_a_cpu_without_a_compiler_trains_and_says_why_it_is_slower(data, tmp_pat
     monkeypatch.setenv("CXX", "")
     hardware = train_gpt.find_hardware(hyperparameters(data))
     assert not hardware.compile
-    described = train_gpt.describe(hardware, train_gpt.environment(hardware))
+    described = train_gpt.describe(train_gpt.environment(hardware))
     assert "not compiled: there is no C++ compiler" in described[1]
     with pytest.raises(train_gpt.UserError, match="no C.. compiler .* give --compile=no"):
         train_gpt.find_hardware(hyperparameters(data, "--compile=yes"))
@@ -258,7 +258,7 @@ hardware = train_gpt.find_hardware(hp)
 hardware.rank = int(rank)  # of four; without a group, whose cuts would be the same
 trainer = make_trainer(hp, hardware)
 tokens = torch.arange(hp.sequence_tokens + 1) % hp.vocab_size
-trainer.forward(tokens[:-1].int(), tokens[1:], trainer.window).backward()
+trainer.compiled_model(tokens[:-1].int(), tokens[1:], trainer.window).backward()
 counts = torch._dynamo.utils.counters
 print(json.dumps([counts["inductor"]["fxgraph_cache_miss"], counts["inductor"]["fxgraph_cache_hit"],
                   counts["aot_autograd"]["autograd_cache_hit"]]))
