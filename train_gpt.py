@@ -1055,23 +1055,27 @@ def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @torch.no_grad()
-def last_followers(inputs: Tensor, documents: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """(token, found): what followed the last earlier occurrence of the `length` tokens up to here.
+def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[Tensor, Tensor]:
+    """(token, found), each [tokens, lengths]: what followed the last match of so many tokens.
 
-    Only within the document; found is False where there is none.
+    A match is an earlier occurrence, in the same document, of the `length` tokens up to here.
     """
     num_tokens = len(inputs)
     position = torch.arange(num_tokens, device=inputs.device)
     key = documents.long()
-    for back in range(length):  # a hash of the document and of the last tokens
-        key = key * 0x5851F42D4C957F2D + F.pad(inputs, (back, 0))[:num_tokens] + 1
-    in_document = documents == F.pad(documents, (length - 1, 0), value=-1)[:num_tokens]
-    key = torch.where(in_document, key & (2**62 - 1), -1 - position)  # or one that matches none
-    sorted_key, order = torch.sort(key, stable=True)
-    repeated = sorted_key[1:] == sorted_key[:-1]
-    earlier = torch.full_like(position, -1)
-    earlier[order[1:]] = torch.where(repeated, order[:-1], -1)
-    return inputs[(earlier + 1).clamp(max=num_tokens - 1)].long(), earlier >= 0
+    keys = []
+    for length in range(1, lengths[-1] + 1):  # a hash of the document and of the last tokens
+        key = key * 0x5851F42D4C957F2D + F.pad(inputs, (length - 1, 0))[:num_tokens] + 1
+        if length in lengths:
+            in_document = documents == F.pad(documents, (length - 1, 0), value=-1)[:num_tokens]
+            unmatched = -1 - position
+            keys.append(torch.where(in_document, key & (2**62 - 1), unmatched))
+    sorted_keys, order = torch.sort(torch.stack(keys), stable=True)
+    repeated = sorted_keys[:, 1:] == sorted_keys[:, :-1]
+    earlier = torch.full_like(order, -1)
+    earlier.scatter_(1, order[:, 1:], torch.where(repeated, order[:, :-1], -1))
+    token = inputs[(earlier + 1).clamp(max=num_tokens - 1)].long()
+    return token.T, (earlier >= 0).T
 
 
 class Suggestions(nn.Module):
@@ -1083,40 +1087,48 @@ class Suggestions(nn.Module):
     def __init__(self, hp: Hyperparameters):
         super().__init__()
         self.copy_lengths = hp.copy_lengths
+        self.vocab_size = hp.padded_vocab
         self.ngrams = None
         if hp.ngram_order:
             self.ngrams = NGrams(hp.ngram_order, hp.padded_vocab)
             self.ngram_embed = nn.Embedding(hp.padded_vocab, hp.model_dim)
             self.ngram_gate = Linear(hp.model_dim, 1)
         if hp.copy_lengths:
-            self.copy_embeds = nn.ModuleList(nn.Embedding(hp.padded_vocab, hp.model_dim)
-                                             for _ in hp.copy_lengths)
+            # a table for each length, and a row for what was not found
+            self.copy_embed = nn.EmbeddingBag(len(hp.copy_lengths) * hp.padded_vocab + 1,
+                                              hp.model_dim, mode="sum", padding_idx=-1)
             self.copy_gate = Linear(hp.model_dim, len(hp.copy_lengths))
         for p in self.parameters():
             nn.init.zeros_(p)
 
-    def find(self, inputs: Tensor, documents: Tensor) -> tuple[Tensor | None, list]:
-        """(probabilities of every token by n-grams, (token, found) for each length of copies)"""
-        probs = None if self.ngrams is None else self.ngrams(inputs, documents)
-        return probs, [last_followers(inputs, documents, length) for length in self.copy_lengths]
+    def find(self, inputs: Tensor, documents: Tensor) -> tuple[Tensor | None, tuple | None]:
+        """(probabilities of every token by n-grams, (token, found) of last_followers)"""
+        probs = None
+        copies = None
+        if self.ngrams is not None:
+            probs = self.ngrams(inputs, documents)
+        if self.copy_lengths:
+            copies = last_followers(inputs, documents, self.copy_lengths)
+        return probs, copies
 
-    def add_to_embedding(self, x: Tensor, probs: Tensor | None, copies: list) -> Tensor:
+    def add_to_embedding(self, x: Tensor, probs: Tensor | None, copies: tuple | None) -> Tensor:
         if probs is not None:
             x = x + probs.type_as(x) @ self.ngram_embed.weight.type_as(x)
-        if copies:
-            for table, (token, found) in zip(self.copy_embeds, copies):
-                x = x + found[:, None] * table(token).type_as(x)
+        if copies is not None:
+            token, found = copies
+            table = torch.arange(token.size(1), device=token.device)
+            row = torch.where(found, table * self.vocab_size + token, self.copy_embed.padding_idx)
+            x = x + self.copy_embed(row).type_as(x)
         return x
 
     def add_to_logits(self, logits: Tensor, x: Tensor, probs: Tensor | None,
-                      copies: list) -> Tensor:
+                      copies: tuple | None) -> Tensor:
         """x: what the head takes. The gate of the n-grams starts at 1, those of the copies at 0."""
         if probs is not None:
             logits = logits + (1 + torch.tanh(self.ngram_gate(x).to(logits.dtype))) * probs.log()
-        if copies:
-            gates = self.copy_gate(x).to(logits.dtype).unbind(dim=1)
-            for gate, (token, found) in zip(gates, copies):
-                logits = logits.scatter_add(1, token[:, None], (found * gate)[:, None])
+        if copies is not None:
+            token, found = copies
+            logits = logits.scatter_add(1, token, found * self.copy_gate(x).to(logits.dtype))
         return logits
 
 
@@ -3023,8 +3035,9 @@ def validate(hp: Hyperparameters) -> None:
         need(hp, hp.padded_vocab <= 512, "ngram_order", "0 with more than 512 tokens: contexts are "
              "integers of 9 bits a token")
         need(hp, hp.ngram_tokens > 0, "ngram_tokens", "the number of tokens to count, such as 1e7")
-    need(hp, all(isinstance(length, int) and 1 <= length <= 64 for length in hp.copy_lengths),
-         "copy_lengths", "lengths from 1 to 64")
+    lengths_exist = all(length in range(1, 65) for length in hp.copy_lengths)
+    need(hp, lengths_exist and [*hp.copy_lengths] == sorted({*hp.copy_lengths}), "copy_lengths",
+         "lengths from 1 to 64, in order")
     need(hp, hp.document_token < hp.vocab_size, "document_token",
          f"less than vocab_size={hp.vocab_size}")
     for name, layers in (("no_attention", hp.layers_without_attention),

@@ -144,21 +144,24 @@ def test_what_is_counted_is_in_no_batch(tmp_path_factory, sizes, steps, segment,
 
 # ---- what followed before ----
 
-@given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.integers(1, 4),
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=60),
+       st.sets(st.integers(1, 5), min_size=1).map(sorted).map(tuple),
        st.lists(st.booleans(), min_size=60, max_size=60))
-def test_last_followers_are_those_of_a_search(tokens, length, starts):
+def test_last_followers_are_those_of_a_search(tokens, lengths, starts):
     documents = np.cumsum(starts)[:len(tokens)].tolist()
     suggested, found = train_gpt.last_followers(torch.tensor(tokens).int(),
-                                                torch.tensor(documents).int(), length)
-    for here in range(len(tokens)):
-        expected = None
-        for there in range(length - 1, here):
-            same = tokens[there + 1 - length:there + 1] == tokens[here + 1 - length:here + 1]
-            if same and documents[there + 1 - length] == documents[here]:
-                expected = tokens[there + 1]
-        assert found[here] == (expected is not None)
-        if expected is not None:
-            assert suggested[here] == expected
+                                                torch.tensor(documents).int(), lengths)
+    assert suggested.shape == found.shape == (len(tokens), len(lengths))
+    for column, length in enumerate(lengths):
+        for here in range(len(tokens)):
+            expected = None
+            for there in range(length - 1, here):
+                same = tokens[there + 1 - length:there + 1] == tokens[here + 1 - length:here + 1]
+                if same and documents[there + 1 - length] == documents[here]:
+                    expected = tokens[there + 1]
+            assert found[here, column] == (expected is not None)
+            if expected is not None:
+                assert suggested[here, column] == expected
 
 
 def test_every_part_of_the_model_learns(tmp_path):
@@ -236,6 +239,8 @@ def test_compiled_it_computes_the_same(tmp_path):
     (["--ngram_tokens=0"], "--ngram_tokens=0: expected the number of tokens to count"),
     (["--ngram_order=7"], "--ngram_order=7: expected at most 6"),
     (["--copy_lengths=(0,)"], r"--copy_lengths=\(0,\): expected lengths from 1 to 64"),
+    (["--copy_lengths=(4,2)"], r"--copy_lengths=\(4, 2\): expected lengths from 1 to 64, in order"),
+    (["--copy_lengths=(2,2)"], r"--copy_lengths=\(2, 2\): expected lengths from 1 to 64, in order"),
     (["--copy_lengths=4"], "--copy_lengths: '4' is not a tuple of whole numbers, such as")])
 def test_what_cannot_be_counted(options, sentence):
     with pytest.raises(train_gpt.UserError, match=sentence):
