@@ -261,19 +261,21 @@ FIELDS = {field.name: field.type for field in dataclasses.fields(Hyperparameters
 LAPTOP = dict(
     train_files="data/enwik8/enwik8_train_*.bin", val_files="data/enwik8/enwik8_val_*.bin",
     vocab_size=257, vocab_multiple=1, document_token=256,       # bytes, and the document token
-    num_steps=600, batch_tokens=4096, sequence_tokens=4096, segment_tokens=512,
-    align_documents=False, val_sequence_tokens=0,
+    num_steps=950, batch_tokens=4096, sequence_tokens=4096, segment_tokens=512,
+    align_documents=False, val_sequence_tokens=2**16,   # copies reach further back
     val_every=0, val_tokens=2**19, val_start=2**19,     # it was tuned on the 2**19 tokens before
     target_loss=1.20,
-    num_layers=2, num_heads=3, model_dim=96, fp8_head=False,
+    num_layers=2, num_heads=2, model_dim=64, fp8_head=False,
     window_start=256, window_end=256, cooldown=0.5)
 # Applied before all other presets: --preset=2024-12-10+laptop keeps the dated architecture, at the
 # laptop's size.
 LAPTOP_ARCHITECTURE = dict(
     value_layout="per_layer", no_attention="none", attention_scale=0.0, norm_eps=0.0,
     init_bound=1.0, logit_scale=1.0, window_rounding="down", short_window_layers="none",
-    ngram_order=6, ngram_tokens=90_000_000, copy_lengths=(2, 3, 4, 5, 6, 8, 12, 16, 20, 32),
-    sum_loss=False, head_rate=0.008, adam_eps=1e-8, adam_eps_first=False, rate_floor=0.0)
+    rotary_fraction=1.0, ngram_order=6, ngram_tokens=90_000_000,
+    copy_lengths=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32),
+    sum_loss=False, embed_rate=1.2, head_rate=0.004, adam_eps=1e-8, adam_eps_first=False,
+    rate_floor=0.0)
 
 # The historical systems on 8×H100 (README: The lineage). Each is stated completely, so that no edit
 # of a default changes it.

@@ -292,7 +292,7 @@ def test_an_edited_device_is_used_and_decides_the_preset(edited, monkeypatch):
 
 
 def test_an_edit_of_the_laptop_run_is_used(edited):
-    module = edited(("num_steps=600, batch_tokens=4096", "num_steps=321, batch_tokens=8192"),
+    module = edited(("num_steps=950, batch_tokens=4096", "num_steps=321, batch_tokens=8192"),
                     ("num_layers=2, num_heads=3", "num_layers=4, num_heads=3"),
                     ('    value_layout="per_layer", no_attention="none",',
                      '    value_layout=(0, 1, 1, 0), no_attention=(2,),'))
@@ -537,7 +537,7 @@ def test_show_prints_every_value_with_its_origin(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("=")[0] for line in lines] == [*FIELDS, "gpus", "fetch"]
     assert {"num_steps=5\t# command line", "value_layout=mirrored\t# preset 2024-12-10",
-            "model_dim=96\t# preset laptop", "log_every=10\t# default",
+            "model_dim=64\t# preset laptop", "log_every=10\t# default",
             "preset=2024-12-10+laptop\t# command line"} <= set(lines)
     assert lines[-2].startswith("gpus=3\t# ")
     assert lines[-1].startswith("fetch=fineweb 7\t# ")
