@@ -266,7 +266,7 @@ LAPTOP = dict(
     val_every=0, val_tokens=2**19, val_start=2**19,     # it was tuned on the 2**19 tokens before
     target_loss=1.20,
     num_layers=2, num_heads=2, model_dim=64, fp8_head=False,
-    window_start=256, window_end=256, cooldown=0.5)
+    window_start=256, window_end=256, cooldown=0.5, sample_tokens=600)
 # Applied before all other presets: --preset=2024-12-10+laptop keeps the dated architecture, at the
 # laptop's size.
 LAPTOP_ARCHITECTURE = dict(

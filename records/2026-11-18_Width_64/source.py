@@ -1,0 +1,3179 @@
+"""Train a GPT, fast: one file, the same from a laptop's CPU to 8×H100.
+
+    ./run.sh [--name=value …]                         set up, fetch data, train on this machine
+    python train_gpt.py [--name=value …]              train in this process: one GPU, or the CPU
+    torchrun --nproc_per_node=N train_gpt.py …        train on N GPUs, or in N processes on the CPU
+    python train_gpt.py --sample=TEXT --checkpoint=…  continue a text with a saved model
+    python train_gpt.py --help                        every hyperparameter, its meaning and value
+
+Contents, in the order in which a token travels from a shard to an updated weight:
+    1  hyperparameters        the numbers to edit; presets
+    2  hardware               rank, device, number types (section 12 finds them out)
+    3  data                   memory-mapped token shards, batches
+    4  masks and attention    causal ∧ same document ∧ within the window; FlexAttention, banded
+    5  model                  the U-Net GPT with value embeddings; n-gram tables, copies
+    6  Muon and schedules     Newton–Schulz, Muon, learning rate, momentum, parameter groups
+    7  the step and the loop  one optimizer step; warm-up; the whole run
+  around the loop:
+    8  logging                log.txt, metrics.jsonl, the progress bar
+    9  checkpoints            write, find and restore them
+   10  evaluation             validation loss, samples of text, HellaSwag
+   11  ranks and faults       the process group, signals, ranks that fail
+   12  before a run           device and compiler, memory estimate, token budget
+   13  command line and main
+"""
+import argparse
+import bisect
+import collections
+import contextlib
+import dataclasses
+import datetime
+import difflib
+import functools
+import gc
+import glob
+import hashlib
+import importlib
+import inspect
+import itertools
+import json
+import math
+import mmap
+import os
+import pickle
+import platform
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+import zipfile
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+BLOCK = 128                     # tokens in a block of the attention mask
+NO_LIMIT = 2**30                # a window that excludes nothing
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+HEADER_BYTES = 256 * 4          # of a shard: 256 int32
+CHECKPOINT_FORMAT = 2
+SEPARATOR = "=" * 100           # between the parts of a log
+FOLDER = Path(__file__).resolve().parent
+# What files, the system and PyTorch raise when something from outside is wrong.
+FOREIGN_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+                  RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError)
+
+
+class UserError(Exception):
+    """A mistake that the user can fix: one sentence with the value, what was expected, a remedy."""
+
+
+@contextlib.contextmanager
+def explained(what: str, remedy: str):
+    """Turn an error into a UserError: "what: reason; remedy"."""
+    try:
+        yield
+    except (UserError, *FOREIGN_ERRORS) as error:
+        raise UserError(f"{what}: {reason_of(error)}; {remedy}") from None
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error on one line, without the name of its class."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    if isinstance(error, pickle.UnpicklingError):  # PyTorch's advice would be to run what is in it
+        return "it is damaged, or holds more than tensors and numbers"
+    return " ".join(str(error).split())[:200] or "no reason was given"
+
+
+# ═══ 1  Hyperparameters: edit them here, or give --name=value ═════════════════════════════════════
+
+@dataclass
+class Hyperparameters:
+    """The defaults are the h100 run. A preset changes some of them, the command line any."""
+    preset: str = "auto"                # auto: h100 on GPUs, else laptop; several: A+B, later win
+    # data
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # token shards to train on (glob)
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"      # token shards to validate on (glob)
+    vocab_size: int = 50257             # tokens that exist
+    vocab_multiple: int = 128           # rows of the head are padded to a multiple of this: 50,304
+    pad_embeddings: bool = True         # pad the rows of the embeddings likewise
+    document_token: int = 50256         # starts each document; attention never crosses it
+    # budget
+    num_steps: int = 1750               # optimizer steps
+    batch_tokens: int = 8 * 48 * 1024   # tokens per step over all ranks, whatever the world size
+    sequence_tokens: int = 48 * 1024    # tokens per forward pass; reduced where memory is short
+    segment_tokens: int = 0             # tokens per piece of a batch (see Loader); 0: one piece
+    align_documents: bool = True        # every sequence starts at a document (aligned_starts)
+    epochs: int = 1                     # passes over the shards; above 1: in shuffled order
+    val_every: int = 125                # steps between validations; 0: only at the end
+    val_tokens: int = 10_485_760        # tokens to validate on, always the same
+    val_start: int = 0                  # the first token to validate on
+    val_sequence_tokens: int = 256 * 1024  # per forward pass of validation; 0: as in training
+    target_loss: float = 3.28           # validation loss that the run should reach; 0: none
+    # model
+    num_layers: int = 12                # the first half encodes, the second half decodes
+    num_heads: int = 6                  # attention heads per layer
+    model_dim: int = 768                # width of the residual stream
+    mlp_ratio: int = 4                  # hidden units of the MLP per unit of width
+    value_layout: str | tuple = "ends"  # value tables: none, per_layer, mirrored, ends, or a tuple
+    value_lambdas: int = 2              # 2: values are λ0·v + λ1·ve; 1: (1−λ)·v + λ·ve
+    first_layer_values: bool = False    # mix the first layer's values into layers without a table
+    no_attention: str | tuple = "second_decoder"  # layers without it: none, second_decoder, tuple
+    rotary_base: float = 1024.0         # the slowest rotary frequency is 1/base radians per token
+    rotary_fraction: float = 0.5        # part of a head's dimensions that is rotated
+    rotary_endpoint: bool = True        # frequencies include 1/base; false: they stop one short
+    attention_scale: float = 0.12       # factor on q·k; 0: 1/√head_dim
+    norm_eps: float = 2.0**-23          # of every RMS norm; 0: torch.finfo(dtype).eps
+    init_bound: float = 0.75**0.5       # matrices start uniform in ±this/√in_features, outputs at 0
+    logit_scale: float = 0.0            # factor on the logits, before softcap; 0: 1/√model_dim
+    softcap: float = 15.0               # logits pass through c·tanh(logits/c); 0: off
+    ngram_order: int = 0                # tokens in the longest context that is counted; 0: none
+    ngram_tokens: int = 0               # tokens to count, of those that no batch of the run reads
+    ngram_share: float = 0.0            # part of every shard that is kept for counting n-grams
+    copy_lengths: tuple = ()            # suggest what followed the last match of so many tokens
+    # attention window, growing linearly over the run
+    window_unit: str = "block"          # block (of 128), token (steps of 64), token_in_block (both)
+    window_start: int = 0               # tokens, at step 0
+    window_end: int = 1728              # tokens, at the last step
+    window_rounding: str = "up"         # to whole units: down, up
+    short_window_layers: str | tuple = "inner"  # half the window: none, inner (all but 4), tuple
+    # optimizers
+    sum_loss: bool = True               # gradients of a sequence's summed loss, not of its mean
+    embed_rate: float = 0.6             # Adam: token and value embeddings
+    head_rate: float = 0.22             # Adam: output head
+    scalar_rate: float = 0.04           # Adam: skip weights and mixes
+    adam_beta1: float = 0.8             # Adam: decay rate of the first moment
+    adam_beta2: float = 0.95            # Adam: decay rate of the second moment
+    adam_eps: float = 1e-10             # Adam: added to the root of the second moment
+    adam_eps_first: bool = True         # Adam: added before the bias correction; false: after it
+    muon_rate: float = 0.05             # Muon: matrices of the blocks
+    muon_momentum: float = 0.95         # Muon: final momentum
+    muon_momentum_start: float = 0.85   # Muon: momentum at step 0
+    muon_warmup_steps: int = 300        # Muon: steps from the first momentum to the final one
+    muon_lerp: bool = True              # Muon: momentum averages the gradients; false: sums them
+    muon_nesterov: bool = True          # Muon: Nesterov momentum
+    muon_decay: float = 0.0             # Muon: decoupled weight decay
+    muon_steps: int = 5                 # Muon: Newton–Schulz iterations per update
+    cooldown: float = 0.45              # last part of the run, where rates fall; above 1: steps
+    rate_floor: float = 0.1             # factor on the rates at the last step
+    # hardware
+    device: str = "auto"                # auto, cuda, cpu, mps
+    dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), a type
+    bf16_embeddings: bool = True        # embeddings in bfloat16 wherever activations are
+    fp8_head: bool = True               # train the output head in FP8, on GPUs that have it
+    fp8_x_scale: float = 0.0            # FP8: factor on the head's inputs; 0: 448/√model_dim
+    fp8_weight_scale: float = 448 / 24  # FP8: factor on its weights
+    fp8_grad_scale: float = 448.0       # FP8: factor on the gradient of a token's loss
+    muon_dtype: str = "auto"            # Newton–Schulz: auto (bfloat16 if the hardware has it)
+    attention: str = "auto"             # auto (flex on CUDA, banded elsewhere), flex, banded
+    compile: str = "auto"               # torch.compile: auto (CUDA; long runs on a CPU), yes, no
+    tune_kernels: bool = False          # Inductor's coordinate descent: fast kernels, slow start
+    tune_products: bool = True          # Inductor fuses ReLU² with its product where that is faster
+    seed: int = 1337                    # of weights, sample and order of shards
+    # output
+    log_dir: str = "logs"               # each run makes a folder of its own in here
+    run_id: str = ""                    # name of that folder; empty: the time and a random word
+    log_every: int = 10                 # steps between lines with the training loss
+    save_model: bool = True             # write model.pt at the end
+    save_every: int = 0                 # steps between checkpoints; 0: only when stopped
+    keep_checkpoints: int = 2           # number of latest checkpoints to keep
+    resume: str = ""                    # auto: the latest run; a run's folder; a checkpoint
+    resume_anyway: bool = False         # resume although an option changes the training
+    timeout: float = 600.0              # seconds after which a rank that is silent stops the run
+    profile: int = 0                    # steps to trace with torch.profiler, into trace.json.gz
+    hellaswag: str = ""                 # folder made by data/hellaswag.py: score the model on it
+    # instead of training
+    show: bool = False                  # print the hyperparameters and where they come from
+    checkpoint: str = ""                # model.pt, checkpoint or run folder to sample from or score
+    sample: str = ""                    # text to continue with the checkpoint
+    sample_tokens: int = 200            # length of a sample
+    temperature: float = 0.8            # of sampling; 0: always the likeliest token
+    top_k: int = 0                      # sample among the k likeliest tokens; 0: among all
+
+    origins = {}    # not a field: where each value comes from (default, preset, command line)
+
+    @property
+    def is_byte_level(self) -> bool:
+        return self.vocab_size <= 257  # bytes, and the document token
+
+    @property
+    def padded_vocab(self) -> int:
+        multiple = math.lcm(self.vocab_multiple, 16 if self.fp8_head else 1)  # FP8 needs 16
+        return -(-self.vocab_size // multiple) * multiple
+
+    @cached_property
+    def layers_without_attention(self) -> tuple:
+        second_decoder = min(self.num_layers // 2 + 1, self.num_layers - 1)
+        named = {"none": (), "second_decoder": (second_decoder,)}
+        return named.get(self.no_attention, self.no_attention)
+
+    @cached_property
+    def layers_with_short_window(self) -> tuple:
+        last = self.num_layers - 1
+        third = self.num_layers // 3
+        inner = {*range(self.num_layers)} - {0, third, last - third, last}
+        named = {"none": (), "inner": tuple(sorted(inner))}
+        return named.get(self.short_window_layers, self.short_window_layers)
+
+    @cached_property
+    def value_tables(self) -> tuple:
+        """The index of each layer's value table, or None."""
+        layers = self.num_layers
+        half = layers // 2
+        ends = max(1, layers // 4)
+        named = {"none": (None,) * layers,
+                 "per_layer": tuple(range(layers)),
+                 "mirrored": (*range(half), *reversed(range(half)), *(None,) * (layers % 2)),
+                 "ends": (*range(ends), *(None,) * (layers - 2 * ends), *range(ends))}
+        layout = named.get(self.value_layout, self.value_layout)
+        used = [None if layer in self.layers_without_attention else table
+                for layer, table in enumerate(layout)]
+        # a layer without attention uses no table: the others are renumbered from 0
+        tables = sorted({*used} - {None})
+        return tuple(None if table is None else tables.index(table) for table in used)
+
+
+FIELDS = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
+
+# The laptop run: differences from the defaults above. Edit a laptop run here. Of the shapes tried
+# on two cores it has the lowest loss per second; records/NEGATIVE.md has the others.
+LAPTOP = dict(
+    train_files="data/enwik8/enwik8_train_*.bin", val_files="data/enwik8/enwik8_val_*.bin",
+    vocab_size=257, vocab_multiple=1, document_token=256,       # bytes, and the document token
+    num_steps=950, batch_tokens=4096, sequence_tokens=4096, segment_tokens=512,
+    align_documents=False, val_sequence_tokens=2**16,   # copies reach further back
+    val_every=0, val_tokens=2**19, val_start=2**19,     # it was tuned on the 2**19 tokens before
+    target_loss=1.20,
+    num_layers=2, num_heads=2, model_dim=64, fp8_head=False,
+    window_start=256, window_end=256, cooldown=0.5)
+# Applied before all other presets: --preset=2024-12-10+laptop keeps the dated architecture, at the
+# laptop's size.
+LAPTOP_ARCHITECTURE = dict(
+    value_layout="per_layer", no_attention="none", attention_scale=0.0, norm_eps=0.0,
+    init_bound=1.0, logit_scale=1.0, window_rounding="down", short_window_layers="none",
+    rotary_fraction=1.0, ngram_order=6, ngram_tokens=90_000_000,
+    copy_lengths=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32),
+    sum_loss=False, embed_rate=1.2, head_rate=0.004, adam_eps=1e-8, adam_eps_first=False,
+    rate_floor=0.0)
+
+# The historical systems on 8×H100 (README: The lineage). Each is stated completely, so that no edit
+# of a default changes it.
+SOFTCAP_2025_01_04 = dict(
+    train_files="data/fineweb10B/fineweb_train_*.bin",
+    val_files="data/fineweb10B/fineweb_val_*.bin",
+    vocab_size=50257, vocab_multiple=128, pad_embeddings=True, document_token=50256,
+    num_steps=1390, batch_tokens=8 * 64 * 1024, sequence_tokens=64 * 1024, segment_tokens=0,
+    align_documents=False, epochs=1, val_every=125, val_tokens=10_485_760, val_start=0,
+    val_sequence_tokens=0, target_loss=3.28,
+    num_layers=12, num_heads=6, model_dim=768, mlp_ratio=4,
+    value_layout="ends", value_lambdas=2, first_layer_values=False, no_attention="second_decoder",
+    rotary_base=1024.0, rotary_fraction=0.5, rotary_endpoint=True, attention_scale=0.0,
+    norm_eps=0.0, init_bound=1.0, logit_scale=1.0, softcap=15.0,
+    ngram_order=0, ngram_tokens=0, ngram_share=0.0, copy_lengths=(),
+    window_unit="block", window_start=128, window_end=1856, window_rounding="down",
+    short_window_layers="none", sum_loss=False,
+    embed_rate=0.6, head_rate=0.008, scalar_rate=0.04, adam_beta1=0.8, adam_beta2=0.95,
+    adam_eps=1e-8, adam_eps_first=False,
+    muon_rate=0.05, muon_momentum=0.95, muon_momentum_start=0.85, muon_warmup_steps=300,
+    muon_lerp=True, muon_nesterov=True, muon_decay=0.0, muon_steps=5, cooldown=0.4,
+    rate_floor=0.0, dtype="auto", bf16_embeddings=True, fp8_head=False, fp8_x_scale=0.0,
+    fp8_weight_scale=32.0, fp8_grad_scale=2.0**15, muon_dtype="auto", tune_kernels=False,
+    tune_products=False, seed=1337)
+SPARSE_2024_12_17 = SOFTCAP_2025_01_04 | dict(
+    num_steps=1490, cooldown=600.0, softcap=30.0, pad_embeddings=False, tune_kernels=True)
+MFU_2024_12_10 = SPARSE_2024_12_17 | dict(
+    num_steps=1480, pad_embeddings=True, value_layout="mirrored", no_attention="none",
+    rotary_base=10_000.0, rotary_fraction=1.0, rotary_endpoint=False)
+UNET_2024_12_08 = MFU_2024_12_10 | dict(
+    window_unit="token_in_block", window_start=64, window_end=1792)
+VALUES_2024_12_04 = UNET_2024_12_08 | dict(
+    num_steps=1530, window_unit="token", value_layout="per_layer", value_lambdas=1, muon_lerp=False)
+FLEX_2024_11_19 = VALUES_2024_12_04 | dict(
+    num_steps=1875, cooldown=562.0, muon_rate=0.04, adam_beta1=0.9, muon_warmup_steps=500,
+    window_start=1024, window_end=1024, value_layout="none", first_layer_values=True)
+FP8_2025_01_13 = SOFTCAP_2025_01_04 | dict(
+    num_steps=1395, pad_embeddings=False, norm_eps=2.0**-7, init_bound=0.75**0.5,
+    window_start=0, window_end=1728, window_rounding="up", rate_floor=0.1, fp8_head=True,
+    fp8_x_scale=2.0, fp8_grad_scale=2.0**13, tune_kernels=True)
+WINDOWS_2025_01_16 = FP8_2025_01_13 | dict(
+    num_steps=1393, attention_scale=0.12, short_window_layers="inner", adam_eps=1e-10)
+ALIGNED_2025_07_13 = WINDOWS_2025_01_16 | dict(
+    num_steps=1750, batch_tokens=8 * 48 * 1024, sequence_tokens=48 * 1024, align_documents=True,
+    val_sequence_tokens=256 * 1024, pad_embeddings=True, norm_eps=2.0**-23, logit_scale=0.0,
+    sum_loss=True, head_rate=0.22, adam_eps_first=True, cooldown=0.45, fp8_x_scale=0.0,
+    fp8_weight_scale=448 / 24, fp8_grad_scale=448.0, tune_kernels=False)
+
+PRESETS = {"h100": {}, "laptop": LAPTOP,
+           "2024-11-19": FLEX_2024_11_19, "2024-12-04": VALUES_2024_12_04,
+           "2024-12-08": UNET_2024_12_08, "2024-12-10": MFU_2024_12_10,
+           "2024-12-17": SPARSE_2024_12_17, "2025-01-04": SOFTCAP_2025_01_04,
+           "2025-01-13": FP8_2025_01_13, "2025-01-16": WINDOWS_2025_01_16,
+           "2025-07-13": ALIGNED_2025_07_13}
+
+CHOICES = {"window_unit": ("block", "token", "token_in_block"),
+           "window_rounding": ("down", "up"),
+           "short_window_layers": ("none", "inner"),
+           "device": ("auto", "cuda", "cpu", "mps"),
+           "dtype": ("auto", "bfloat16", "float32", "float64"),
+           "muon_dtype": ("auto", "bfloat16", "float32", "float64"),
+           "attention": ("auto", "flex", "banded"),
+           "compile": ("auto", "yes", "no"),
+           "value_layout": ("none", "per_layer", "mirrored", "ends"),
+           "no_attention": ("none", "second_decoder")}
+
+# The smallest value of a number, where it is not 0; the largest, where there is one.
+AT_LEAST = dict(vocab_size=1, vocab_multiple=1, num_steps=1, batch_tokens=BLOCK,
+                sequence_tokens=BLOCK, epochs=1, val_tokens=BLOCK, num_layers=2, num_heads=1,
+                model_dim=4, mlp_ratio=1, value_lambdas=1, rotary_base=1.001, rotary_fraction=0.001,
+                window_end=1, fp8_weight_scale=1e-6, fp8_grad_scale=1e-6, muon_steps=1, log_every=1,
+                keep_checkpoints=1, timeout=1)
+AT_MOST = dict(vocab_size=2**16, vocab_multiple=2**16, num_steps=10**12, batch_tokens=10**12,
+               val_tokens=10**12, val_start=10**12, epochs=10**6, num_layers=1000, num_heads=1000,
+               model_dim=10**6, mlp_ratio=100, value_lambdas=2, rotary_fraction=1,
+               ngram_order=6, ngram_tokens=10**9, ngram_share=0.9, rate_floor=1,
+               adam_beta1=0.999999, adam_beta2=0.999999, muon_momentum=0.999999,
+               muon_momentum_start=0.999999, muon_steps=100, seed=2**63 - 1, timeout=10**6)
+
+# Fields that --resume may change: none of them changes a weight.
+MAY_CHANGE_ON_RESUME = {
+    "target_loss", "val_every", "device", "attention", "compile", "tune_kernels", "tune_products",
+    "log_dir", "run_id", "log_every", "save_model", "save_every",
+    "keep_checkpoints", "resume", "resume_anyway", "timeout", "profile", "hellaswag", "show",
+    "checkpoint", "sample", "sample_tokens", "temperature", "top_k"}
+
+
+# ═══ 2  Hardware: what follows from the machine ═══════════════════════════════════════════════════
+
+@dataclass
+class Hardware:
+    """The rank and device of this process, and what find_hardware (section 12) chose for them."""
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32          # of activations
+    muon_dtype: torch.dtype = torch.float32     # of Newton–Schulz
+    has_fp8: bool = False
+    attention: str = "banded"
+    flex_options: dict | None = None            # FlexAttention's tiles; None: Inductor's own
+    compile: bool = False
+    # used around the loop only
+    why_not_compiled: str = ""
+    timeout: float = 600.0                      # seconds that a collective may take
+    launcher_pid: int = 0                       # torchrun's process, on one machine; 0: none
+    give_up_at: float = math.inf                # time.monotonic() after which waiting fails
+    memory_bytes: float = math.inf              # what a run may use of the device
+
+
+# ═══ 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice ══════
+
+class Shard:
+    """A file of 256 int32 (magic, version, number of tokens, zeros) and the tokens as uint16."""
+
+    def __init__(self, path: str):
+        self.path = path
+        with explained(path, "fetch or make it again"):
+            file_bytes = os.path.getsize(path)
+            with open(path, "rb") as file:
+                header = file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
+        magic, version, self.num_tokens = np.frombuffer(header, dtype="<i4")[:3].tolist()
+        held = max(0, file_bytes - HEADER_BYTES) / 2
+        problem = ""
+        if magic != SHARD_MAGIC:
+            problem = f"not a token shard: it begins with {magic}, not {SHARD_MAGIC}"
+        elif version != SHARD_VERSION:
+            problem = f"shard version {version}, not {SHARD_VERSION}"
+        elif self.num_tokens != held:
+            problem = f"damaged: it claims {self.num_tokens:,} tokens and holds {held:,.10g}"
+        if problem:
+            raise UserError(f"{path}: {problem}; fetch it again, or make it with a script of data/")
+
+    @cached_property
+    def pages(self) -> mmap.mmap:
+        with contextlib.suppress(OSError, ValueError), open(self.path, "rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if len(pages) == HEADER_BYTES + 2 * self.num_tokens:
+                return pages
+        raise UserError(f"{self.path}: removed or changed since the run began; fetch it again")
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """A view of the file."""
+        return np.frombuffer(self.pages, "<u2", length, HEADER_BYTES + 2 * start)
+
+    def release_pages(self) -> None:
+        """Return what was read to the system: resident memory does not grow with the data."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.pages.madvise(mmap.MADV_DONTNEED)
+
+
+class Loader:
+    """The batches of a set of shards, in order; batch `index` is the same at any world size.
+
+    A batch is made of segments. Each comes from its own lane, an equal part of the shard, and every
+    batch takes the next segment of each lane. With 3 segments to a batch:
+
+        shard      lane 0             lane 1             lane 2             unused rest
+                   AAAABBBBCCCC…      AAAABBBBCCCC…      AAAABBBBCCCC…      …
+        batch 0    AAAA               AAAA               AAAA
+        batch 1        BBBB               BBBB               BBBB
+
+    A small batch that is one piece of text is mostly one article, and needs twice the tokens for
+    the same loss. With segment_tokens=0 there is one lane, as in the published records. The batch
+    is cut into sequences; micro-step m of rank r takes sequence m · world_size + r. A shard gives
+    as many whole batches as the first `share` of each lane holds. Of several epochs, each has its
+    own order of the shards.
+
+    With align_documents every sequence starts at a document, and what lies between is skipped;
+    shards after the first `num_batches` batches are then not looked through, and count as empty.
+    """
+
+    def __init__(self, pattern: str, batch_tokens: int, sequence_tokens: int,
+                 segment_tokens: int = 0, rank: int = 0, world_size: int = 1, device="cpu",
+                 vocab_size: int = 2**16, epochs: int = 1, seed: int = 0,
+                 document_token: int = 0, align_documents: bool = False,
+                 num_batches: int = 10**12, share: float = 1.0):
+        self.pattern = pattern
+        self.paths = sorted(glob.glob(pattern))
+        if not self.paths:
+            raise UserError(f"{pattern}: no token shards there; ./run.sh fetches what a preset "
+                            "needs, and data/ has a script for each source")
+        shards = [Shard(path) for path in self.paths]
+        self.shards = shards        # in the order in which they are read
+        if epochs > 1:
+            generator = np.random.default_rng(seed)
+            self.shards = [shards[number] for _ in range(epochs)
+                           for number in generator.permutation(len(shards))]
+        self.epochs = epochs
+        self.batch_tokens = batch_tokens
+        self.sequence_tokens = sequence_tokens
+        self.segment_tokens = segment_tokens or batch_tokens
+        self.num_lanes = batch_tokens // self.segment_tokens
+        self.micro_steps = batch_tokens // (world_size * sequence_tokens)   # sequences of a rank
+        self.vocab_size = vocab_size
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.sequence_starts = {}   # with align_documents: {shard: [batches, sequences]}
+        self.num_batches = []       # whole batches in each shard
+        for shard in self.shards:
+            if align_documents:
+                if shard not in self.sequence_starts and sum(self.num_batches) < num_batches:
+                    self.sequence_starts[shard] = aligned_starts(
+                        shard, batch_tokens // sequence_tokens, sequence_tokens, document_token)
+                self.num_batches.append(len(self.sequence_starts.get(shard, ())))
+            else:
+                lane_tokens = max(0, shard.num_tokens - 1) // self.num_lanes
+                self.num_batches.append(int(share * lane_tokens) // self.segment_tokens)
+        self.batch_ends = list(itertools.accumulate(self.num_batches))
+        self.index = 0              # of the next batch: all there is to know about the position
+        self.prefetched = {}        # the batch being read in the background, by index
+        self.reader = ThreadPoolExecutor(1, "loader", self.prepare_thread)
+
+    def __len__(self) -> int:
+        return self.batch_ends[-1]
+
+    def next_batch(self, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
+        """(inputs, targets) of each micro-step, on the device; the next batch is read meanwhile."""
+        if self.index >= len(self):
+            raise UserError(f"{self.pattern}: used up after {len(self):,} batches of "
+                            f"{self.batch_tokens:,} tokens; add shards, or give --epochs")
+        pending = self.prefetched.pop(self.index, None) or self.reader.submit(self.read, self.index)
+        host = pending.result().view(torch.int16)  # few CUDA kernels take uint16
+        tokens = host.to(self.device, non_blocking=True)
+        self.index += stride
+        if self.index < len(self):
+            self.prefetched = {self.index: self.reader.submit(self.read, self.index)}
+        return [(pieces[:, :-1].flatten().int() & 0xFFFF, pieces[:, 1:].flatten().long() & 0xFFFF)
+                for pieces in tokens]
+
+    def prepare_thread(self) -> None:
+        """A thread has a CUDA device of its own: pinned memory would open a context on GPU 0."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def locate(self, index: int) -> tuple[Shard, int]:
+        """The shard that holds a batch, and the index of the batch in it."""
+        shard_index = bisect.bisect_right(self.batch_ends, index)
+        first = self.batch_ends[shard_index] - self.num_batches[shard_index]
+        return self.shards[shard_index], index - first
+
+    def read(self, index: int) -> Tensor:
+        """This rank's part of a batch, on the host: uint16 [micro-steps, pieces, tokens + 1]."""
+        shard, number = self.locate(index)
+        piece_tokens = min(self.segment_tokens, self.sequence_tokens)
+        shape = (self.micro_steps, self.sequence_tokens // piece_tokens, piece_tokens + 1)
+        host = torch.empty(shape, dtype=torch.uint16, pin_memory=self.device.type == "cuda")
+        tokens = host.numpy()
+        for micro_step, piece in np.ndindex(tokens.shape[:2]):
+            sequence = micro_step * self.world_size + self.rank
+            start = self.start_of(shard, number, sequence, piece * piece_tokens)
+            tokens[micro_step, piece] = shard.tokens(start, piece_tokens + 1)
+        shard.release_pages()
+        self.check_range(shard, tokens, f"its batch {number}")
+        return host
+
+    def start_of(self, shard: Shard, number: int, sequence: int, offset: int) -> int:
+        """Position in the shard of token `offset` of a sequence of a batch."""
+        if self.sequence_starts:
+            return int(self.sequence_starts[shard][number, sequence]) + offset
+        lane_tokens = (shard.num_tokens - 1) // self.num_lanes
+        lane, inside = divmod(sequence * self.sequence_tokens + offset, self.segment_tokens)
+        return lane * lane_tokens + number * self.segment_tokens + inside
+
+    def check_range(self, shard: Shard, tokens: np.ndarray, where: str) -> None:
+        if tokens.max() >= self.vocab_size:
+            raise UserError(f"{shard.path}: token {tokens.max()} in {where} is outside "
+                            f"vocab_size={self.vocab_size}; the shard is damaged, or made with "
+                            "another tokenizer")
+
+    def unused(self, num_batches: int, limit: int) -> list[tuple[Shard, int, int]]:
+        """Spans that the first `num_batches` batches do not read, `limit` tokens at most in total.
+
+        Each is (shard, start, length), and follows what is read of a lane.
+        """
+        read = {self.locate(index) for index in range(num_batches)}  # a set: epochs repeat batches
+        batches_read = collections.Counter(shard for shard, _ in read)
+        spans = []
+        for shard in dict.fromkeys(self.shards):
+            lane_tokens = (shard.num_tokens - 1) // self.num_lanes
+            first = batches_read[shard] * self.segment_tokens + 1  # 1: the last target
+            length = min(lane_tokens - first, limit // self.num_lanes)
+            if length > 0:
+                spans += [(shard, lane * lane_tokens + first, length)
+                          for lane in range(self.num_lanes)]
+                limit -= length * self.num_lanes
+        return spans
+
+    def read_span(self, shard: Shard, start: int, length: int) -> np.ndarray:
+        tokens = shard.tokens(start, length).copy()
+        shard.release_pages()
+        self.check_range(shard, tokens, f"the {length} tokens from {start} on")
+        return tokens
+
+
+def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
+                   document_token: int) -> np.ndarray:
+    """Where the sequences of each batch start: [batches, sequences]. All start at a document.
+
+    The last document of a sequence is cut; the next sequence starts at the first document after it.
+    As in the system of 2025-07-13, a batch is taken while twice its tokens are left in the shard.
+    """
+    tokens = shard.tokens(0, shard.num_tokens)
+    documents = np.append(np.flatnonzero(tokens == document_token), shard.num_tokens)
+    shard.release_pages()
+    span = 2 * num_sequences * sequence_tokens
+
+    def first_document(position: int) -> int:
+        """The first one at the position or after it; the end of the shard where there is none."""
+        number = np.searchsorted(documents, position)
+        return documents[min(number, len(documents) - 1)]
+
+    batches = []
+    position = 0
+    while position + span + 1 < shard.num_tokens:
+        starts = []
+        start = first_document(position)
+        for _ in range(num_sequences):
+            starts.append(start)
+            start = first_document(start + sequence_tokens)
+        if start >= position + span:
+            raise UserError(f"{shard.path}: from token {position} on, fewer than {num_sequences} "
+                            f"sequences that start at a document lie in {span} tokens; its "
+                            "documents are too long, give --align_documents=false")
+        batches.append(starts)
+        position = start
+    return np.array(batches, dtype=np.int64).reshape(-1, num_sequences)
+
+
+class Data(NamedTuple):
+    """What a run reads."""
+    train: Loader
+    val: Loader
+    bytes_per_token: float | None   # of the validation text, where a manifest says so
+    hashes: dict                    # path of each shard: its sha256 by the manifest, or None
+
+
+# ═══ 4  Masks and attention: causal ∧ same document ∧ within the window ═══════════════════════════
+
+def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
+    """(window_tokens, window_blocks) of a step; NO_LIMIT for the one that window_unit leaves out.
+
+    A query at position q sees the key at position k where q − k < window_tokens and
+    q // BLOCK − k // BLOCK < window_blocks.
+    """
+    tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
+    unit = BLOCK if hp.window_unit == "block" else 64
+    round_to_unit = math.ceil if hp.window_rounding == "up" else math.floor
+    tokens = max(unit, min(NO_LIMIT, round_to_unit(tokens / unit) * unit))
+    blocks = -(-tokens // BLOCK)
+    if hp.window_unit == "block":
+        return NO_LIMIT, blocks
+    if hp.window_unit == "token":
+        return tokens, NO_LIMIT
+    return tokens, blocks  # token_in_block, as in the system of 2024-12-08
+
+
+def short_window(window: Tensor) -> Tensor:
+    """The window of the layers that have half of it."""
+    return (window // 2).clamp(min=1)
+
+
+def blocks_back(window_tokens: int, window_blocks: int) -> int:
+    """How many blocks before its own a query looks into."""
+    return max(0, min(window_blocks - 1, -(-(window_tokens - 1) // BLOCK)))
+
+
+def max_blocks_back(hp: Hyperparameters) -> int:
+    return max(blocks_back(*window_at(hp, step)) for step in (0, hp.num_steps))
+
+
+class Mask(NamedTuple):
+    """What each query may look at, in the form that the attention back end takes."""
+    block_mask: BlockMask | None = None     # flex
+    flex_options: dict | None = None        # flex: tiles of its kernels
+    bias: Tensor | None = None              # banded
+
+
+def document_ids(inputs: Tensor, document_token: int, segment_tokens: int) -> Tensor:
+    """The index of each token's document. A segment counts as a document."""
+    starts = inputs == document_token
+    if segment_tokens:
+        starts = starts | (torch.arange(len(inputs), device=inputs.device) % segment_tokens == 0)
+    return starts.cumsum(0, dtype=torch.int32)
+
+
+def build_mask(documents: Tensor, window: Tensor, attention: str, max_blocks_back: int,
+               flex_options: dict | None = None) -> Mask:
+    """documents: the index of each token's document, which never falls along the sequence.
+
+    window: int32 (tokens, blocks) of window_at; max_blocks_back: of the whole run.
+    """
+    if attention == "flex":
+        return Mask(flex_block_mask(documents, window), flex_options)
+    band_blocks = min(max_blocks_back, len(documents) // BLOCK - 1)
+    is_eager = not torch.compiler.is_compiling()  # a graph has one shape
+    if is_eager and documents.device.type == "cpu":
+        band_blocks = min(band_blocks, blocks_back(*window.tolist()))  # a narrow window costs less
+    return Mask(bias=band_bias(documents, window, band_blocks))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
+    """Softmax attention under the mask; everything is [tokens, heads, head_dim].
+
+    scale: the factor on q·k; None: 1/√head_dim.
+    """
+    if mask.block_mask is not None:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = flex_attention(q, k, v, block_mask=mask.block_mask, scale=scale,
+                             kernel_options=mask.flex_options)
+        return out.squeeze(0).transpose(0, 1)  # [0] would copy the gradient
+    bias = mask.bias.type_as(q)
+    span = bias.size(-1)
+    queries = q.view(-1, BLOCK, *q.shape[1:]).transpose(1, 2)  # [blocks, heads, BLOCK, head_dim]
+    out = F.scaled_dot_product_attention(queries, key_bands(k, span), key_bands(v, span),
+                                         attn_mask=bias, scale=scale)
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+# ── FlexAttention ─────────────────────────────────────────────────────────────────────────────────
+
+def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
+    """Ordered lists of the partial and of the full blocks, without a look at single tokens."""
+    window_tokens, window_blocks = window.unbind()
+
+    def mask_mod(batch, head, query, key):  # the lists below already hold the window in blocks
+        same_document = documents[query] == documents[key]
+        return (query >= key) & same_document & (query - key < window_tokens)
+
+    def ordered(wanted: Tensor) -> tuple[Tensor, Tensor]:
+        count = wanted.sum(dim=-1, dtype=torch.int32)
+        indices = wanted.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+        return count[None, None].contiguous(), indices[None, None].contiguous()
+
+    # Document numbers never fall along the sequence: a block's first and last bound all of it.
+    first = documents.view(-1, BLOCK)[:, 0].contiguous()
+    last = documents.view(-1, BLOCK)[:, -1].contiguous()
+    block = torch.arange(len(first), dtype=torch.int32, device=documents.device)
+    distance = block[:, None] - block  # from the key's block to the query's
+    nearest = (distance - 1) * BLOCK + 1    # the smallest query − key of the two blocks
+    farthest = (distance + 1) * BLOCK - 1   # the largest
+    near = (distance >= 0) & (distance < window_blocks)
+    touched = near & (nearest < window_tokens) & (first[:, None] <= last)
+    full = near & (distance > 0) & (farthest < window_tokens) & (last[:, None] == first)
+    return BlockMask.from_kv_blocks(*ordered(touched & ~full), *ordered(full), BLOCK,
+                                    mask_mod=mask_mod)
+
+
+# ── banded attention: each block of queries with its own block of keys and those before it ────────
+
+def band_bias(documents: Tensor, window: Tensor, band_blocks: int) -> Tensor:
+    """0 where a query sees a key, −∞ elsewhere: [blocks, 1, BLOCK, span], linear in the sequence.
+
+    The span of a block of queries is that block itself and the `band_blocks` blocks before it.
+    """
+    span = (band_blocks + 1) * BLOCK
+    key = torch.arange(span, device=documents.device)
+    query = key[-BLOCK:, None]
+    in_window = (query >= key) & (query - key < window[0])
+    in_window = in_window & (query // BLOCK - key // BLOCK < window[1])
+    key_documents = F.pad(documents, (span - BLOCK, 0), value=-1).unfold(0, span, BLOCK)
+    same_document = documents.view(-1, BLOCK, 1) == key_documents[:, None]
+    return torch.where(in_window & same_document, 0.0, -math.inf)[:, None]
+
+
+def key_bands(x: Tensor, span: int) -> Tensor:
+    """The keys of each block of queries, overlapping views: [blocks, heads, span, head_dim]."""
+    return F.pad(x, (0, 0, 0, 0, span - BLOCK, 0)).unfold(0, span, BLOCK).transpose(2, 3)
+
+
+# ═══ 5  Model: a U-Net of transformer blocks over one long sequence (batch size 1) ════════════════
+
+def norm(x: Tensor, eps: float = 0.0) -> Tensor:
+    """RMS norm without weights; eps=0: torch.finfo(x.dtype).eps."""
+    return F.rms_norm(x, (x.size(-1),), eps=eps or None)
+
+
+class Linear(nn.Linear):
+    """Without bias; the weight stays fp32 for the optimizer and is cast where it is used."""
+
+    def __init__(self, in_features: int, out_features: int, bound: float = 1.0, zero: bool = False):
+        """The weight starts uniform in ±bound/√in_features, or at zero."""
+        super().__init__(in_features, out_features, bias=False)
+        with torch.no_grad():
+            self.weight *= bound
+        if zero:  # a block starts as the identity, the head as the uniform distribution
+            nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.type_as(x))
+
+
+class Float8Matmul(torch.autograd.Function):
+    """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
+
+    x is normed, so that no entry is above √model_dim, and the gradient of a token's loss is 1 at
+    most: the default scales of both leave no room for overflow. Weights beyond ±24 saturate.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, x_scale: float, weight_scale: float,
+                grad_scale: float) -> Tensor:
+        x8 = to_float8(x, x_scale, torch.float8_e4m3fn)
+        weight8 = to_float8(weight, weight_scale, torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, weight8)
+        ctx.scales = x_scale, weight_scale, grad_scale
+        return scaled_matmul(x8, weight8.T, x_scale * weight_scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        x8, weight8 = ctx.saved_tensors
+        x_scale, weight_scale, grad_scale = ctx.scales
+        grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
+        weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))  # _scaled_mm: rows × columns
+        x_grad = scaled_matmul(grad8, weight8, grad_scale * weight_scale, grad.dtype)
+        weight_grad = scaled_matmul(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
+        return x_grad, weight_grad, None, None, None
+
+
+def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Saturating: a plain cast may turn what is too large into NaN."""
+    return (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+
+
+def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
+                  fast: bool = False) -> Tensor:
+    """(a @ b) / scale; fast: accumulated in fewer bits, enough for a sum over model_dim."""
+    one = torch.ones((), device=a.device)
+    inverse = torch.full((), 1 / scale, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=inverse, scale_b=one, out_dtype=dtype,
+                            use_fast_accum=fast)
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of dimensions by angles that grow with the position; the rest stays."""
+
+    def __init__(self, head_dim: int, max_tokens: int, base: float, fraction: float,
+                 endpoint: bool):
+        super().__init__()
+        pairs = head_dim // 2
+        rotated = max(1, round(pairs * fraction))
+        exponents = torch.linspace(0, 1, rotated) if endpoint else torch.arange(rotated) / rotated
+        frequencies = F.pad((1 / base) ** exponents, (0, pairs - rotated))
+        angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), frequencies)
+        self.register_buffer("cos", angles.cos()[:, None], persistent=False)  # [tokens, 1, pairs]
+        self.register_buffer("sin", angles.sin()[:, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos = self.cos[:x.size(0)]
+        sin = self.sin[:x.size(0)]
+        first, second = x.to(cos.dtype).chunk(2, dim=-1)
+        rotated = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+        return rotated.type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, hp: Hyperparameters, rotary: Rotary):
+        super().__init__()
+        self.num_heads = hp.num_heads
+        self.norm_eps = hp.norm_eps
+        self.scale = hp.attention_scale or None
+        self.rotary = rotary
+        self.query = Linear(hp.model_dim, hp.model_dim, hp.init_bound)
+        self.key = Linear(hp.model_dim, hp.model_dim, hp.init_bound)
+        self.value = Linear(hp.model_dim, hp.model_dim, hp.init_bound)
+        self.output = Linear(hp.model_dim, hp.model_dim, zero=True)
+        self.value_mix = nn.Parameter(torch.tensor([0.5, 0.5] if hp.value_lambdas == 2 else 0.5))
+
+    def mix_values(self, v: Tensor, value_embedding: Tensor | None) -> Tensor:
+        """The stream's values with those of a value table, or of the first layer."""
+        if self.value_mix.ndim == 0:
+            # v with itself: DDP needs a gradient of every parameter, here a zero
+            other = v if value_embedding is None else value_embedding
+            return torch.lerp(v, other, self.value_mix.type_as(v))
+        own_weight, embedding_weight = self.value_mix.type_as(v)
+        if value_embedding is None:
+            return own_weight * v
+        return own_weight * v + embedding_weight * value_embedding
+
+    def forward(self, x: Tensor, value_embedding: Tensor | None,
+                mask: Mask) -> tuple[Tensor, Tensor]:
+        """Returns the output and this layer's own values, for first_layer_values."""
+        weights = [project.weight.type_as(x) for project in (self.query, self.key, self.value)]
+        qkv = F.linear(x, torch.cat(weights))
+        q, k, v = qkv.view(len(x), 3, self.num_heads, -1).unbind(1)
+        q = self.rotary(norm(q, self.norm_eps))  # QK-norm: attention logits cannot run away
+        k = self.rotary(norm(k, self.norm_eps))
+        attended = attend(q, k, self.mix_values(v, value_embedding), mask, self.scale)
+        return self.output(attended.reshape(x.shape)), v
+
+
+class ReluSquared(torch.autograd.Function):
+    """The backward pass in one sweep: 0.41 of autograd's time at the laptop's shape."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = F.relu(x)
+        ctx.save_for_backward(y)
+        return y.square()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        y, = ctx.saved_tensors
+        return torch.addcmul(grad.new_zeros(()), grad, y, value=2)  # 2 · grad · y
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """ReLU²: arxiv.org/abs/2109.08668"""
+    if torch.compiler.is_compiling():  # which fuses it with the matmuls around it
+        return F.relu(x).square()
+    return ReluSquared.apply(x)
+
+
+class Block(nn.Module):
+    def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
+        super().__init__()
+        has_attention = layer not in hp.layers_without_attention
+        self.norm_eps = hp.norm_eps
+        self.attention = Attention(hp, rotary) if has_attention else None
+        self.up = Linear(hp.model_dim, hp.mlp_ratio * hp.model_dim, hp.init_bound)
+        self.down = Linear(hp.mlp_ratio * hp.model_dim, hp.model_dim, zero=True)
+        self.mix = nn.Parameter(torch.tensor([1.0, 0.0]))  # of the stream and of x0, the embedding
+
+    def forward(self, x: Tensor, x0: Tensor, value_embedding: Tensor | None,
+                mask: Mask) -> tuple[Tensor, Tensor | None]:
+        stream_weight, x0_weight = self.mix.type_as(x)
+        x = stream_weight * x + x0_weight * x0
+        values = None
+        if self.attention is not None:
+            attended, values = self.attention(norm(x, self.norm_eps), value_embedding, mask)
+            x = x + attended
+        hidden = relu_squared(self.up(norm(x, self.norm_eps)))
+        return x + self.down(hidden), values
+
+
+# ── suggestions for the next token (laptop run only): n-gram tables, copies of earlier text ───────
+
+class NGrams(nn.Module):
+    """Probabilities of the next token by counts of n-grams; the model learns to correct them.
+
+    What follows each context of 1 to `order` tokens is counted once, before the first step: seconds
+    for a text that the model would read for an hour. Modified Kneser–Ney smoothing (Chen and
+    Goodman, 1999) joins the orders: the probability of a token is (count − discount) / total, and
+    what the discounts leave over goes to the next shorter context. Only the longest contexts count
+    how often a token follows them; the others count how many longer contexts it follows.
+
+    The table of an order has its contexts, sorted, as integers of 9 bits a token; for each of them
+    where its successors start; and the successors with their probabilities, the most frequent
+    first. These two end in MAX_SUCCESSORS zeros, so that as many can be read from any start.
+    """
+    MAX_SUCCESSORS = 32    # of a context that are kept
+    TOKEN_BITS = 9
+    TOKEN_MASK = 2**TOKEN_BITS - 1
+
+    def __init__(self, order: int, vocab_size: int):
+        super().__init__()
+        self.order = order
+        self.register_buffer("unigrams", torch.full((vocab_size,), 1 / vocab_size),
+                             persistent=False)
+        for n in range(1, order + 1):
+            self.set_table(n, contexts=torch.full((1,), -1),  # matches no context
+                           starts=torch.zeros(2, dtype=torch.int32),
+                           successors=torch.zeros(self.MAX_SUCCESSORS, dtype=torch.int16),
+                           probs=torch.zeros(self.MAX_SUCCESSORS, dtype=torch.float16))
+
+    def set_table(self, n: int, **table: Tensor) -> None:
+        self.set_extra_state({f"{name}_{n}": tensor for name, tensor in table.items()})
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """What model.pt holds of this module: the sizes of the tables depend on the text."""
+        return dict(self.named_buffers())
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in state.items():
+            self.register_buffer(name, tensor.to(self.unigrams.device), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor, documents: Tensor) -> Tensor:
+        """The probabilities of every token after each input: [tokens, vocabulary]."""
+        num_tokens = len(inputs)
+        total = self.unigrams.new_zeros(num_tokens, len(self.unigrams))
+        backoff_weight = total.new_ones(num_tokens, 1)  # what all longer contexts leave over
+        numbers = torch.arange(self.MAX_SUCCESSORS, device=inputs.device)
+        context = torch.zeros_like(inputs, dtype=torch.int64)
+        for back in range(self.order):
+            context = (context << self.TOKEN_BITS) | F.pad(inputs, (back, 0))[:num_tokens]
+        for n in range(self.order, 0, -1):
+            contexts, starts, successors, probs = (
+                getattr(self, f"{name}_{n}")
+                for name in ("contexts", "starts", "successors", "probs"))
+            in_document = documents == F.pad(documents, (n - 1, 0), value=-1)[:num_tokens]
+            row = torch.searchsorted(contexts, context).clamp(max=len(contexts) - 1)
+            found = in_document & (contexts[row] == context)
+            start = starts[row]
+            length = torch.where(found, starts[row + 1] - start, 0)
+            # gathers whole rows of overlapping views: 0.97 of the laptop's step
+            successor, prob = (entries.unfold(0, self.MAX_SUCCESSORS, 1).index_select(0, start)
+                               for entries in (successors, probs))
+            prob = torch.where(numbers < length[:, None], prob.to(total.dtype), 0.0)
+            total.scatter_add_(1, successor.long(), backoff_weight * prob)
+            backoff_weight = backoff_weight * (1 - prob.sum(dim=1, keepdim=True)).clamp(min=1e-4)
+            context = context >> self.TOKEN_BITS  # without the oldest token
+        return total.addcmul_(backoff_weight, self.unigrams)
+
+    def count(self, loader: Loader, num_batches: int, limit: int) -> int:
+        """Fill the tables from what the batches do not read. Returns the number of tokens."""
+        spans = [(shard, start, length)
+                 for shard, start, length in loader.unused(num_batches, limit)
+                 if length > self.order]
+        if not spans:
+            return 0
+        keys, counts = count_equal(self.read_pairs(loader, spans))
+        for n in range(self.order, 0, -1):
+            self.set_table(n, **self.tabulate(keys, counts))
+            successor = keys & self.TOKEN_MASK
+            shorter_context = keys >> (2 * self.TOKEN_BITS)  # without successor and oldest token
+            keys, counts = count_equal((shorter_context << self.TOKEN_BITS) | successor)
+        unigrams = np.full(len(self.unigrams), 0.5)
+        unigrams[keys] += counts
+        self.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
+        return sum(length for _, _, length in spans)
+
+    def read_pairs(self, loader: Loader, spans: list[tuple[Shard, int, int]]) -> np.ndarray:
+        """Each context of `order` tokens with its successor, as an integer, 9 bits a token:
+        newest token of the context … oldest token of the context | successor.
+        """
+        pairs = np.zeros(sum(length - self.order for _, _, length in spans), np.int64)
+        end = 0
+        for shard, start, length in spans:
+            tokens = loader.read_span(shard, start, length)
+            for first in range(0, length - self.order, 2**15):  # pieces fit the CPU's cache
+                chunk = tokens[first:first + 2**15 + self.order].astype(np.int64)
+                piece = pairs[end:end + len(chunk) - self.order]
+                for offset in (*reversed(range(self.order)), self.order):  # the successor last
+                    piece <<= self.TOKEN_BITS
+                    piece |= chunk[offset:offset + len(piece)]
+                end += len(piece)
+        return pairs
+
+    def tabulate(self, keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
+        """The table of an order from its (context, successor) pairs and their counts."""
+        contexts, num_successors = count_equal(keys >> self.TOKEN_BITS)
+        row = np.repeat(np.arange(len(contexts)), num_successors)
+        highest = 2**24 - 1
+        rarity = highest - np.minimum(counts, highest)
+        # sorted by context, the most frequent successor first: row | rarity, 24 bits | successor
+        successor = keys & self.TOKEN_MASK
+        pairs = np.sort((row << (24 + self.TOKEN_BITS)) | (rarity << self.TOKEN_BITS) | successor)
+        counts = highest - ((pairs >> self.TOKEN_BITS) & highest)
+        starts = np.cumsum(num_successors) - num_successors
+        totals = np.add.reduceat(counts, starts)
+        probs = (counts - discounts(counts)) / totals[row]
+        kept = np.arange(len(pairs)) - starts[row] < self.MAX_SUCCESSORS
+        starts = np.cumsum(np.minimum(num_successors, self.MAX_SUCCESSORS))
+        successors = torch.from_numpy((pairs[kept] & self.TOKEN_MASK).astype(np.int16))
+        probs = torch.from_numpy(probs[kept].astype(np.float16))
+        padding = (0, self.MAX_SUCCESSORS)
+        return dict(contexts=torch.from_numpy(contexts),
+                    starts=torch.from_numpy(np.append(0, starts).astype(np.int32)),
+                    successors=F.pad(successors, padding), probs=F.pad(probs, padding))
+
+
+def discounts(counts: np.ndarray) -> np.ndarray:
+    """Modified Kneser–Ney's discount of each count, from how many counts are 1, 2, 3 and 4."""
+    ones, twos, threes, fours = (max(1, np.count_nonzero(counts == count))
+                                 for count in (1, 2, 3, 4))
+    y = ones / (ones + 2 * twos)
+    of_count = [0, 1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes]
+    return np.clip(of_count, 0.1, [1, 0.9, 1.9, 2.9])[np.minimum(counts, 3)]
+
+
+def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """np.unique(values, return_counts=True), but sorts its argument instead of a copy."""
+    values.sort()
+    is_first = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=is_first[1:])
+    first = np.flatnonzero(is_first)
+    return values[first], np.diff(first, append=len(values))
+
+
+@torch.no_grad()
+def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[Tensor, Tensor]:
+    """(token, found), each [tokens, lengths]: what followed the last match of so many tokens.
+
+    A match is an earlier occurrence, in the same document, of the `length` tokens up to here.
+    """
+    num_tokens = len(inputs)
+    position = torch.arange(num_tokens, device=inputs.device)
+    key = documents.long()
+    keys = []
+    for length in range(1, lengths[-1] + 1):  # a hash of the document and of the last tokens
+        key = key * 0x5851F42D4C957F2D + F.pad(inputs, (length - 1, 0))[:num_tokens] + 1
+        if length in lengths:
+            in_document = documents == F.pad(documents, (length - 1, 0), value=-1)[:num_tokens]
+            unmatched = -1 - position
+            keys.append(torch.where(in_document, key & (2**62 - 1), unmatched))
+    sorted_keys, order = torch.sort(torch.stack(keys), stable=True)
+    repeated = sorted_keys[:, 1:] == sorted_keys[:, :-1]
+    earlier = torch.full_like(order, -1)
+    earlier.scatter_(1, order[:, 1:], torch.where(repeated, order[:, :-1], -1))
+    token = inputs[(earlier + 1).clamp(max=num_tokens - 1)].long()
+    return token.T, (earlier >= 0).T
+
+
+class Suggestions(nn.Module):
+    """What n-grams and copies suggest as the next token is added to the embedding and the logits.
+
+    A learned gate for each token weighs the part that goes to the logits.
+    """
+
+    def __init__(self, hp: Hyperparameters):
+        super().__init__()
+        self.copy_lengths = hp.copy_lengths
+        self.vocab_size = hp.padded_vocab
+        self.ngrams = None
+        if hp.ngram_order:
+            self.ngrams = NGrams(hp.ngram_order, hp.padded_vocab)
+            self.ngram_embed = nn.Embedding(hp.padded_vocab, hp.model_dim)
+            self.ngram_gate = Linear(hp.model_dim, 1)
+        if hp.copy_lengths:
+            # a table for each length, and a row for what was not found
+            self.copy_embed = nn.EmbeddingBag(len(hp.copy_lengths) * hp.padded_vocab + 1,
+                                              hp.model_dim, mode="sum", padding_idx=-1)
+            self.copy_gate = Linear(hp.model_dim, len(hp.copy_lengths))
+        for p in self.parameters():
+            nn.init.zeros_(p)
+
+    def find(self, inputs: Tensor, documents: Tensor) -> tuple[Tensor | None, tuple | None]:
+        """(probabilities of every token by n-grams, (token, found) of last_followers)"""
+        probs = None
+        copies = None
+        if self.ngrams is not None:
+            probs = self.ngrams(inputs, documents)
+        if self.copy_lengths:
+            copies = last_followers(inputs, documents, self.copy_lengths)
+        return probs, copies
+
+    def add_to_embedding(self, x: Tensor, probs: Tensor | None, copies: tuple | None) -> Tensor:
+        if probs is not None:
+            x = x + probs.type_as(x) @ self.ngram_embed.weight.type_as(x)
+        if copies is not None:
+            token, found = copies
+            table = torch.arange(token.size(1), device=token.device)
+            row = torch.where(found, table * self.vocab_size + token, self.copy_embed.padding_idx)
+            x = x + self.copy_embed(row).type_as(x)
+        return x
+
+    def add_to_logits(self, logits: Tensor, x: Tensor, probs: Tensor | None,
+                      copies: tuple | None) -> Tensor:
+        """x: what the head takes. The gate of the n-grams starts at 1, those of the copies at 0."""
+        if probs is not None:
+            logits = logits + (1 + torch.tanh(self.ngram_gate(x).to(logits.dtype))) * probs.log()
+        if copies is not None:
+            token, found = copies
+            logits = logits.scatter_add(1, token, found * self.copy_gate(x).to(logits.dtype))
+        return logits
+
+
+# ── the whole model ───────────────────────────────────────────────────────────────────────────────
+
+class GPT(nn.Module):
+    def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.float32,
+                 attention: str = "banded", flex_options: dict | None = None):
+        super().__init__()
+        self.hp = hp
+        self.dtype = dtype
+        self.attention = attention
+        self.flex_options = flex_options
+        self.value_tables = hp.value_tables             # here: Dynamo cannot trace their
+        self.short_layers = hp.layers_with_short_window  # computation in forward
+        rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
+        num_tables = len({*hp.value_tables} - {None})
+        rotary = Rotary(hp.model_dim // hp.num_heads,
+                        max(hp.sequence_tokens, hp.val_sequence_tokens), hp.rotary_base,
+                        hp.rotary_fraction, hp.rotary_endpoint)
+        self.embed = nn.Embedding(rows, hp.model_dim)
+        self.value_embeds = nn.ModuleList(nn.Embedding(rows, hp.model_dim)
+                                          for _ in range(num_tables))
+        self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(hp.num_layers))
+        self.skip_weights = nn.Parameter(torch.ones(hp.num_layers - hp.num_layers // 2))
+        self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
+        self.suggestions = None
+        if hp.ngram_order or hp.copy_lengths:
+            self.suggestions = Suggestions(hp)
+        if hp.bf16_embeddings and dtype == torch.bfloat16:
+            self.embed.bfloat16()
+            self.value_embeds.bfloat16()
+        if dtype == torch.float64:
+            self.double()
+        self.loss_dtype = torch.promote_types(dtype, torch.float32)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None, window: Tensor) -> Tensor:
+        """Mean loss, or logits where there are no targets. window: int32 (tokens, blocks)."""
+        assert inputs.ndim == 1 and inputs.size(0) % BLOCK == 0, "one sequence of whole blocks"
+        hp = self.hp
+        num_encoders = hp.num_layers // 2
+        segment_tokens = hp.segment_tokens if self.training else 0  # validation is contiguous
+        documents = document_ids(inputs, hp.document_token, segment_tokens)
+        mask = self.build_mask(documents, window)
+        short_mask = mask
+        if self.short_layers:
+            short_mask = self.build_mask(documents, short_window(window))
+        x = self.embed(inputs).to(self.dtype)
+        if self.suggestions is not None:
+            suggested = self.suggestions.find(inputs, documents)
+            x = self.suggestions.add_to_embedding(x, *suggested)
+        x = x0 = norm(x, hp.norm_eps)
+        value_embeddings = [table(inputs).to(self.dtype).view(len(x), hp.num_heads, -1)
+                            for table in self.value_embeds]
+        skips = []
+        first_values = None
+        for layer, block in enumerate(self.blocks):
+            if layer >= num_encoders and skips:  # U-Net: the encoder's outputs, last in first out
+                x = x + self.skip_weights[layer - num_encoders].type_as(x) * skips.pop()
+            table = self.value_tables[layer]
+            value_embedding = first_values if table is None else value_embeddings[table]
+            layer_mask = short_mask if layer in self.short_layers else mask
+            x, values = block(x, x0, value_embedding, layer_mask)
+            if hp.first_layer_values and first_values is None:
+                first_values = values  # value residual: arxiv.org/abs/2410.17897
+            if layer < num_encoders:
+                skips.append(x)
+        x = norm(x, hp.norm_eps)
+        logits = self.logits(x)
+        if self.suggestions is not None:
+            logits = self.suggestions.add_to_logits(logits, x, *suggested)
+        return logits if targets is None else F.cross_entropy(logits, targets)
+
+    def build_mask(self, documents: Tensor, window: Tensor) -> Mask:
+        return build_mask(documents, window, self.attention, max_blocks_back(self.hp),
+                          self.flex_options)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The head's output, scaled and capped; in FP8 while training, where that is chosen."""
+        hp = self.hp
+        if hp.fp8_head and self.training and self.dtype != torch.float64:
+            x_scale = hp.fp8_x_scale or 448 / hp.model_dim**0.5
+            grad_scale = hp.fp8_grad_scale * (1 if hp.sum_loss else len(x))  # a mean is smaller
+            logits = Float8Matmul.apply(x, self.head.weight, x_scale, hp.fp8_weight_scale,
+                                        grad_scale)
+        else:
+            logits = self.head(x)
+        logits = logits.to(self.loss_dtype)
+        if hp.logit_scale != 1:
+            logits = logits * (hp.logit_scale or hp.model_dim**-0.5)
+        if hp.softcap:
+            # [None], squeeze: else Inductor takes c·tanh for a scaled softmax, in three passes
+            logits = (hp.softcap * torch.tanh(logits[None] / hp.softcap)).squeeze(0)
+        return logits
+
+
+# ═══ 6  Muon and schedules ════════════════════════════════════════════════════════════════════════
+
+def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Bring the singular values of each matrix near 1; keep its singular vectors.
+
+    The matrices [..., rows, columns] have at least as many columns as rows, which makes the Gram
+    matrix X @ X.mT the smaller of the two.
+
+    A quintic as steep at zero as possible: five steps lift every singular value above 0.01 of the
+    norm to about [0.7, 1.15], which trains as well as exact orthogonality.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    X = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        A = X @ X.mT
+        X = a * X + (b * A + c * (A @ A)) @ X
+    return X
+
+
+def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Tensor,
+                       grad_weight: Tensor, lerp: bool, nesterov: bool, steps: int,
+                       dtype: torch.dtype) -> Tensor:
+    """Update the momentum buffers. Returns the orthogonalized updates, stacked, rows ≤ columns.
+
+    grad_weight: 1 − momentum, computed by the caller in double precision.
+    """
+    for grad, buffer in zip(grads, buffers):
+        if lerp:
+            buffer.lerp_(grad, grad_weight)
+        else:
+            buffer.mul_(momentum).add_(grad)
+    directions = buffers
+    if nesterov and lerp:
+        directions = [grad.lerp(buffer, momentum) for grad, buffer in zip(grads, buffers)]
+    elif nesterov:
+        directions = [torch.addcmul(grad, buffer, momentum) for grad, buffer in zip(grads, buffers)]
+    wide = torch.stack([x.mT if x.size(0) > x.size(1) else x for x in directions])
+    return newton_schulz(wide.to(dtype), steps)
+
+
+def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: float,
+                  found_inf: Tensor | None) -> None:
+    if found_inf is not None:
+        updates = torch.where(found_inf > 0, 0.0, updates)
+        rate = rate * (found_inf == 0)  # of the decay
+    for shape in dict.fromkeys(p.shape for p in params):
+        same_shape = [p for p in params if p.shape == shape]
+        their_updates = [update if shape == update.shape else update.mT
+                         for p, update in zip(params, updates) if p.shape == shape]
+        rates = [rate] * len(same_shape)
+        if decay:
+            torch._foreach_addcmul_(same_shape, same_shape, rates, -decay)
+        torch._foreach_addcmul_(same_shape, their_updates, rates, -update_scale(same_shape[0]))
+
+
+def update_scale(p: Tensor) -> float:
+    """The singular values of an update are the rate times this: tall matrices step further."""
+    return max(1, p.size(0) / p.size(1)) ** 0.5
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalized by Newton–Schulz (https://kellerjordan.github.io/posts/muon).
+
+    Works on any number of ranks, or without a process group. Parameters are grouped by size, the
+    largest first, and each rank orthogonalizes its share of a group. An asynchronous all-gather
+    exchanges the updates while the next group is computed. Between start_updates and
+    finish_updates there is time for other work. A rank keeps the momentum of its own parameters
+    only.
+    """
+
+    def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0,
+                 steps=5, rank=0, world_size=1, dtype=torch.float32, compiled=False):
+        params = list(params)
+        assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
+        self.rank = rank
+        self.world_size = world_size
+        self.dtype = dtype
+        self.compiled = compiled
+        self.orthogonal_updates = orthogonal_updates
+        self.apply_updates = apply_updates
+        if compiled:
+            options = dict(dynamic=False, fullgraph=True)
+            self.orthogonal_updates = torch.compile(orthogonal_updates, **options)
+            self.apply_updates = torch.compile(apply_updates, **options)
+        sizes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
+        groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == size])
+                  for size in sizes]
+        super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, lerp=lerp,
+                                      steps=steps, weight_decay=weight_decay))
+        for p in self.own_params():
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+    def share(self, group: dict) -> int:
+        """How many parameters of a group are one rank's; the last ranks may have fewer."""
+        return -(-len(group["params"]) // self.world_size)
+
+    def own(self, group: dict) -> list[Tensor]:
+        share = self.share(group)
+        return group["params"][self.rank * share:(self.rank + 1) * share]
+
+    def own_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in self.own(group)]
+
+    @torch.no_grad()
+    def start_updates(self) -> list[tuple]:
+        """Compute this rank's updates and start to gather those of all ranks."""
+        return [(group, *self.gather(self.updates(group), group)) for group in self.param_groups]
+
+    @torch.no_grad()
+    def finish_updates(self, started: list[tuple], found_inf: Tensor | None = None) -> None:
+        """Apply what start_updates returned; found_inf above zero: no parameter changes."""
+        for group, updates, handle in started:
+            if handle:
+                handle.wait()
+            rate = self.as_tensor(group["lr"], group["params"][0])
+            self.apply_updates(group["params"], updates, rate, group["weight_decay"], found_inf)
+
+    def step(self) -> None:
+        self.finish_updates(self.start_updates())
+
+    def updates(self, group: dict) -> Tensor | None:
+        own = self.own(group)
+        if not own:
+            return None
+        grads = [p.grad for p in own]
+        buffers = [self.state[p]["momentum_buffer"] for p in own]
+        momentum = self.as_tensor(group["momentum"], own[0])
+        grad_weight = self.as_tensor(1 - group["momentum"], own[0])
+        return self.orthogonal_updates(grads, buffers, momentum, grad_weight, group["lerp"],
+                                       group["nesterov"], group["steps"], self.dtype)
+
+    def gather(self, updates: Tensor | None, group: dict) -> tuple:
+        """(the updates of all ranks, the handle to wait for)"""
+        if self.world_size == 1:
+            return updates, None
+        p = group["params"][0]
+        share = self.share(group)
+        own = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
+        if updates is not None:
+            own[:len(updates)] = updates
+        gathered = own.new_empty(self.world_size * share, *own.shape[1:])
+        return gathered, dist.all_gather_single(gathered, own, async_op=True)
+
+    def as_tensor(self, value: float, p: Tensor) -> Tensor:
+        """A tensor: a new value does not recompile. Compiled kernels take it from the host."""
+        return torch.tensor(value, dtype=p.dtype, device=None if self.compiled else p.device)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict:
+        """With the momentum of all ranks. A collective."""
+        state = super().state_dict()
+        index = itertools.count()
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                owner = number // self.share(group)
+                buffer = self.state.get(p, {}).get("momentum_buffer", torch.empty_like(p))
+                if self.world_size > 1:
+                    dist.broadcast(buffer, owner)
+                state["state"][next(index)] = dict(momentum_buffer=buffer)
+        return state
+
+    def load_state_dict(self, state: dict) -> None:
+        """Of any world size: keeps the momentum of this rank's parameters."""
+        super().load_state_dict(state)
+        own = set(self.own_params())
+        for p in [p for p in self.state if p not in own]:
+            del self.state[p]
+
+
+# ── schedules: pure functions of the step ─────────────────────────────────────────────────────────
+
+def rate_at(hp: Hyperparameters, step: int) -> float:
+    """Factor on every learning rate: 1, then linearly to the floor over the cool-down."""
+    cooldown_steps = hp.cooldown if hp.cooldown > 1 else hp.cooldown * hp.num_steps
+    left = min(1.0, (hp.num_steps - step) / cooldown_steps) if cooldown_steps else 1.0
+    return left + hp.rate_floor * (1 - left)
+
+
+def momentum_at(hp: Hyperparameters, step: int) -> float:
+    done = min(1.0, step / hp.muon_warmup_steps) if hp.muon_warmup_steps else 1.0
+    return (1 - done) * hp.muon_momentum_start + done * hp.muon_momentum
+
+
+def adam_eps_at(hp: Hyperparameters, step: int) -> float:
+    """PyTorch adds eps after the bias correction of the square: undo that for one added before."""
+    if not hp.adam_eps_first:
+        return hp.adam_eps
+    return hp.adam_eps / math.sqrt(1 - hp.adam_beta2 ** (step + 1))
+
+
+def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Tensor) -> None:
+    """Set the rates, Adam's eps, Muon's momentum and the attention window of a step."""
+    adam, muon = optimizers
+    for group in (*adam.param_groups, *muon.param_groups):
+        group["lr"] = group["base_lr"] * rate_at(hp, step)
+    for group in adam.param_groups:
+        group["eps"] = adam_eps_at(hp, step)
+    for group in muon.param_groups:
+        group["momentum"] = momentum_at(hp, step)
+    window.copy_(torch.tensor(window_at(hp, step), dtype=torch.int32), non_blocking=True)
+
+
+# ── which parameter goes where ────────────────────────────────────────────────────────────────────
+
+def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
+    """The parameters of each group by name: every parameter is in exactly one."""
+    rates = dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
+    groups = {kind: dict(lr=lr, params={}) for kind, lr in rates.items()}
+    for name, p in model.named_parameters():
+        if "embed" in name:
+            kind = "embed"
+        elif name.startswith(("head.", "suggestions.")):  # and the gates of the suggestions
+            kind = "head"
+        elif p.ndim < 2:
+            kind = "scalar"
+        elif p.ndim == 2 and name.startswith("blocks."):
+            kind = "muon"
+        else:
+            raise UserError(f"parameter {name} has no optimizer; give it one in optimizer_groups")
+        groups[kind]["params"][name] = p
+    return groups
+
+
+def build_optimizers(hp: Hyperparameters, model: GPT,
+                     hardware: Hardware) -> tuple[torch.optim.Adam, Muon]:
+    groups = optimizer_groups(hp, model)
+    adam_groups = [dict(params=list(groups[kind]["params"].values()), lr=groups[kind]["lr"])
+                   for kind in ("embed", "head", "scalar")]
+    adam = torch.optim.Adam(adam_groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps,
+                            fused=True)
+    muon = Muon(groups["muon"]["params"].values(), lr=hp.muon_rate, momentum=hp.muon_momentum,
+                nesterov=hp.muon_nesterov, lerp=hp.muon_lerp, weight_decay=hp.muon_decay,
+                steps=hp.muon_steps, rank=hardware.rank, world_size=hardware.world_size,
+                dtype=hardware.muon_dtype,
+                compiled=hardware.compile and hardware.device.type == "cuda")
+    for group in (*adam.param_groups, *muon.param_groups):
+        group["base_lr"] = group["lr"]
+    return adam, muon
+
+
+# ═══ 7  The step and the loop ═════════════════════════════════════════════════════════════════════
+# A step: forward and backward pass of each micro-step, gradients averaged over the ranks, Adam and
+# Muon. On CUDA the host reads the loss of a step while the GPU computes the next one. A flag on the
+# GPU, found_inf, keeps a step that is not finite from changing a weight until the host has read it.
+
+def is_reduced_separately(name: str) -> bool:
+    """Whether Trainer.reduce_embeddings averages the gradient of a parameter, and not DDP."""
+    return name.startswith(("embed.", "value_embeds."))
+
+
+def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 108) -> nn.Module:
+    """Average the ranks' gradients, in buckets, during the backward pass.
+
+    Dynamo cuts the graph at each bucket, and sums across cuts are not fused: few buckets, each of
+    four layers of h100, so that its cuts are between layers. The gradients of the embeddings come
+    last, with no backward pass left to hide behind: Trainer.reduce_embeddings averages them.
+    """
+    if hardware.world_size == 1:
+        return model
+    names = [name for name, _ in model.named_parameters()
+             if is_reduced_separately(name.removeprefix("_orig_mod."))]  # which torch.compile adds
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    device_ids = [hardware.device] if hardware.device.type == "cuda" else None
+    # init_sync=False: all ranks start from the same seed, and check_ranks_agree compares them
+    return DistributedDataParallel(model, device_ids=device_ids, init_sync=False,
+                                   forward_sync_buffers=False, gradient_as_bucket_view=True,
+                                   bucket_cap_mb=bucket_mb)
+
+
+class QueuedStep(NamedTuple):
+    """A step whose metrics the host has not read yet."""
+    step: int
+    metrics: Tensor | list  # sums over the ranks: loss, gradient norm, requests to stop, suspect
+    is_ready: Callable      # whether they have been copied to the host
+
+
+class Trainer:
+    """The state of a training run, and one step of it."""
+
+    def __init__(self, hp: Hyperparameters, hardware: Hardware, data: Data):
+        self.hp = hp
+        self.hardware = hardware
+        self.data = data
+        torch.manual_seed(hp.seed)
+        self.model = GPT(hp, hardware.dtype, hardware.attention, hardware.flex_options)
+        self.model.to(hardware.device)
+        self.window = torch.zeros(2, dtype=torch.int32, device=hardware.device)
+        self.optimizers = build_optimizers(hp, self.model, hardware)  # Adam, Muon
+        self.compiled_model = self.model
+        if hardware.compile:
+            self.compiled_model = torch.compile(self.model, dynamic=False, fullgraph=True)
+        self.ddp_model = wrap_ddp(self.compiled_model, hardware)
+        self.stop_requested = False     # by a signal to this rank
+        self.stopping = False           # all ranks learn it in the same step
+        self.unread = collections.deque()   # of QueuedStep
+        self.max_unread = 1 if hardware.device.type == "cuda" else 0
+        self.found_inf = None           # with max_unread > 0: above zero if a step is not finite
+
+    def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> dict[int, float]:
+        """Queue one optimizer step. Returns {steps done: mean loss} of what could be read.
+
+        A loss or gradient that is not finite changes no weight, and raises when it is read.
+        """
+        set_schedules(self.hp, step, self.optimizers, self.window)
+        mean_loss = self.accumulate_gradients(batch)
+        reductions = self.reduce_embeddings()
+        adam, muon = self.optimizers
+        muon_updates = muon.start_updates()     # they are gathered while Adam computes
+        for work in reductions:
+            work.wait()
+        self.queue_metrics(mean_loss, step)
+        losses = self.read_losses(self.max_unread)  # raises before a weight changes
+        adam.found_inf = self.found_inf
+        adam.step()
+        muon.finish_updates(muon_updates, self.found_inf)
+        self.model.zero_grad(set_to_none=True)
+        return losses
+
+    def accumulate_gradients(self, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Forward and backward passes of the micro-steps. Returns their mean loss."""
+        mean_loss = torch.zeros((), dtype=self.model.loss_dtype, device=self.hardware.device)
+        for micro_step, (inputs, targets) in enumerate(batch, 1):
+            synchronize = micro_step == len(batch) or self.hardware.world_size == 1
+            with contextlib.nullcontext() if synchronize else self.ddp_model.no_sync():
+                loss = self.ddp_model(inputs, targets, self.window) / len(batch)
+                mean_loss += loss.detach()
+                if self.hp.sum_loss:  # over the tokens of a sequence; still a mean over sequences
+                    loss = loss * self.hp.sequence_tokens
+                loss.backward()
+        return mean_loss
+
+    def reduce_embeddings(self) -> list:
+        """Start to average the gradients that wrap_ddp leaves out. Returns handles to wait for."""
+        if self.hardware.world_size == 1:
+            return []
+        return [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True)
+                for name, p in self.model.named_parameters() if is_reduced_separately(name)]
+
+    def queue_metrics(self, mean_loss: Tensor, step: int) -> None:
+        """Sum loss, gradient norm and stop requests over the ranks, for read_losses."""
+        norms = torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters()]))
+        suspect = norms.argmax()  # of a parameter whose gradient is not finite, if there is one
+        stop = torch.full_like(mean_loss, self.stop_requested)
+        values = torch.stack([value.type_as(mean_loss)
+                              for value in (mean_loss, norms.norm(), stop, suspect)])
+        if self.hardware.device.type == "cuda":
+            if self.hardware.world_size > 1:
+                dist.all_reduce(values)
+            metrics = torch.empty_like(values, device="cpu", pin_memory=True)
+            metrics.copy_(values, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            self.unread.append(QueuedStep(step, metrics, copied.query))
+        else:
+            metrics = all_reduce_sum(values, self.hardware)
+            self.unread.append(QueuedStep(step, metrics, lambda: True))
+        if self.max_unread:
+            self.found_inf = (0 * values.sum() != 0).float()  # 0 · ∞ and 0 · NaN are NaN, not 0
+
+    def read_losses(self, max_unread: int = 0) -> dict[int, float]:
+        """Read queued steps until max_unread are left. Returns {steps done: mean loss}."""
+        losses = {}
+        while len(self.unread) > max_unread:
+            queued = self.unread.popleft()
+            wait_until(queued.is_ready, self.hardware)
+            loss_sum, norm_sum, stops, suspect_sum = map(float, queued.metrics)
+            loss = loss_sum / self.hardware.world_size
+            steps = queued.step + 1
+            self.stopping = self.stopping or stops > 0
+            if not math.isfinite(loss + norm_sum):
+                names = [name for name, _ in self.model.named_parameters()]
+                suspect = names[round(suspect_sum / self.hardware.world_size)]  # of every rank
+                reason = f"gradient of {suspect} is not finite"
+                if math.isfinite(norm_sum):
+                    reason = "all gradients are finite"
+                raise self.not_finite_error(steps, f"the loss of step {steps} is {loss}", reason)
+            losses[steps] = loss
+        return losses
+
+    def not_finite_error(self, steps: int, what: str,
+                         reason: str = "all parameters are finite") -> UserError:
+        """Names the first parameter that is not finite, else the reason; and the last batch."""
+        wrong = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
+        if wrong:
+            reason = f"parameter {wrong[0]} is not finite"
+        batch_index = max(0, steps - 1)
+        shard, index = self.data.train.locate(batch_index)
+        return UserError(f"{what}: {reason}; the batch is {batch_index}, number {index} of "
+                         f"{shard.path}; lower the rates, or replay it from the last checkpoint")
+
+    def state_dict(self) -> dict:
+        """All that the rest of the training depends on. A collective: Muon gathers its momentum."""
+        adam, muon = self.optimizers
+        return dict(model=self.model.state_dict(), adam=adam.state_dict(), muon=muon.state_dict(),
+                    batch_index=self.data.train.index, rng_state=torch.random.get_rng_state())
+
+    def load_state_dict(self, state: dict) -> None:
+        """The state of a run with any number of ranks; learning rates and the like stay our own."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, name in zip(self.optimizers, ("adam", "muon")):
+            groups = [dict(group) for group in optimizer.param_groups]
+            optimizer.load_state_dict(state[name])
+            for group, ours in zip(optimizer.param_groups, groups):
+                group.update(ours)
+        self.data.train.index = state["batch_index"]
+        torch.random.set_rng_state(state["rng_state"])
+
+    def warm_up(self) -> None:
+        """Compile every path on made-up tokens, then restore everything as it was."""
+        saved = copy_to_host(self.state_dict())  # to the host: the GPU may have no room
+        batch = [self.dummy_sequence(self.hp.sequence_tokens)]
+        for step in (0, self.hp.num_steps - 1):
+            self.step(batch * self.data.train.micro_steps, step)
+        self.read_losses()
+        with torch.no_grad():
+            val_batch = self.dummy_sequence(self.data.val.sequence_tokens)
+            self.compiled_model.eval()
+            self.compiled_model(*val_batch, self.window)
+        self.compiled_model.train()
+        self.load_state_dict(saved)
+
+    def dummy_sequence(self, length: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(length + 1, device=self.hardware.device) % self.hp.vocab_size
+        return tokens[:-1].int(), tokens[1:].long()
+
+
+def copy_to_host(state):
+    """A copy of nested containers with every tensor on the CPU."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: copy_to_host(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [copy_to_host(value) for value in state]
+    return state
+
+
+class Clock:
+    """Milliseconds of wall time by kind of work; waits for the device at each change."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.ms = dict(warmup=0.0, train=0.0, val=0.0)
+        self.kind = None
+
+    def switch(self, kind: str | None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.ms = self.now()
+        self.kind = kind
+        self.started = time.perf_counter()
+
+    def now(self) -> dict[str, float]:
+        ms = dict(self.ms)
+        if self.kind:
+            ms[self.kind] += 1000 * (time.perf_counter() - self.started)
+        return ms
+
+
+@dataclass
+class Run:
+    """Where a run writes, and the checkpoint that it resumes from."""
+    folder: Path
+    checkpoint: dict | None = None
+    log_sizes: dict = dataclasses.field(default_factory=dict)   # of the logs at the checkpoint
+    notes: list[str] = dataclasses.field(default_factory=list)  # for the log
+
+
+def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
+    """The whole run. Returns the exit code: 0, or 128 + the signal that stopped it."""
+    join_group(hardware)
+    trainer = Trainer(hp, hardware, data)
+    clock = Clock(hardware.device)
+    start_step = restore(trainer, clock, run.checkpoint) if run.checkpoint else 0
+    check_ranks_agree(trainer, start_step)
+    log = Logger(run, hp, hardware, data)
+    if hp.ngram_order and start_step == 0:
+        clock.switch("train")  # counting is part of the training time
+        counted = trainer.model.suggestions.ngrams.count(data.train, hp.num_steps, hp.ngram_tokens)
+        log.write(f"counted n-grams in {counted:,} tokens in {clock.now()['train']:.0f}ms")
+        clock.switch(None)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    log.write(f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens")
+    if hardware.compile:
+        log.write("compiling and warming up …")
+        clock.switch("warmup")
+        set_timeout(hardware, hp.timeout + 3600)  # ranks may compile minutes apart
+        trainer.warm_up()
+        barrier = torch.zeros(1, dtype=torch.int64, device=hardware.device)
+        all_reduce_sum(barrier, hardware)  # waits for the rank that compiles longest
+        set_timeout(hardware, hp.timeout)
+        gc.collect()
+        gc.freeze()  # the collector need not look through what the compiler left
+    graphs = count_compiled_graphs()
+    saved_step = start_step
+    clock.switch("train")
+    with (SignalHandler(trainer) as signals, Saver(run.folder, hardware.rank == 0) as saver,
+          profile_steps(hp, hardware, run.folder) as profiler):
+        for step in range(start_step, hp.num_steps + 1):
+            last_step = step == hp.num_steps
+            if last_step and hp.save_model:  # before the validation, which may take long
+                saver.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(hp),
+                                            step=step, model=trainer.model.state_dict()))
+            save_due = hp.save_every and (last_step or step % hp.save_every == 0)
+            val_due = last_step or (hp.val_every and step % hp.val_every == 0)
+            if save_due or val_due or trainer.stopping:
+                log.losses(trainer, clock, trainer.read_losses())
+            if save_due and step > saved_step:
+                save_checkpoint(trainer, saver, log, clock, step)
+                saved_step = step
+            if val_due and not trainer.stopping:
+                clock.switch("val")
+                check_ranks_agree(trainer, step)
+                set_schedules(hp, step, trainer.optimizers, trainer.window)  # for the window
+                result = evaluate(trainer)
+                clock.switch("train")
+                if not trainer.stopping:
+                    log.step(trainer, clock, step, **result)
+            if trainer.stopping:
+                if step > saved_step:
+                    save_checkpoint(trainer, saver, log, clock, step)
+                break
+            if last_step:
+                break
+            signals.check_launcher()  # stops if torchrun was killed
+            losses = trainer.step(data.train.next_batch(), step)
+            log.losses(trainer, clock, losses)
+            if profiler:
+                profiler.step()
+        clock.switch(None)
+        saver.wait()
+        if trainer.stopping:
+            return report_stop(trainer, log, saver, signals, step)
+        finish(trainer, log, clock, result, count_compiled_graphs() - graphs)
+        return 128 + signals.number if signals.number else 0
+
+
+def count_compiled_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+####################################################################################################
+#####################################    around the loop    ########################################
+####################################################################################################
+
+# ═══ 8  Logging ═══════════════════════════════════════════════════════════════════════════════════
+
+class Logger:
+    """Writes log.txt, metrics.jsonl, standard output and a progress bar, on rank 0 only.
+
+    Training matters more than its log: a sink that fails is dropped with one warning.
+    """
+
+    def __init__(self, run: Run, hp: Hyperparameters, hardware: Hardware, data: Data):
+        self.folder = run.folder
+        self.sinks = {}
+        self.sizes = {}     # bytes in each file, for checkpoints
+        self.bar = None
+        if hardware.rank != 0:
+            return
+        with explained(f"--log_dir={hp.log_dir}", "give another folder"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in ("log.txt", "metrics.jsonl"):
+                file = open(self.folder / name, "a", encoding="utf-8")
+                # the lines after the checkpoint will be written again
+                file.truncate(min(run.log_sizes.get(name, 0), file.tell()))
+                self.sinks[name] = file
+                self.sizes[name] = os.fstat(file.fileno()).st_size
+        if sys.stdout:  # None: closed by whoever started this process
+            self.sinks["standard output"] = sys.stdout
+        if sys.stdout and sys.stdout.isatty():
+            done = run.checkpoint["step"] if run.checkpoint else 0
+            self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
+                            file=sys.stdout)
+        machine = environment(hardware)
+        about = source_metadata()
+        if self.sizes["log.txt"]:  # the source may have changed since
+            self.put("log.txt", "\n".join(describe_source(about)))
+        else:
+            self.write_header(hp, data, about, machine)
+        self.write(*describe(machine), *describe_preset(hp), *run.notes)
+
+    def write_header(self, hp: Hyperparameters, data: Data, about: dict, machine: dict) -> None:
+        """All that is needed to repeat the run: source, command, hyperparameters, machine, data."""
+        shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
+                  for shard in (*data.train.shards, *data.val.shards)}
+        values = asdict(hp)
+        self.put("log.txt", "\n".join([
+            Path(__file__).read_text(encoding="utf-8"), SEPARATOR, *describe_source(about),
+            *(f"{name}: {value!r}  # {hp.origins[name]}" for name, value in values.items()),
+            *describe(machine),
+            *(f"shard: {path} {shard['tokens']:,} tokens sha256 {shard['sha256'] or 'unknown'}"
+              for path, shard in shards.items()), SEPARATOR]))
+        self.record(start=True, **about, hyperparameters=values, origins=hp.origins,
+                    environment=machine, shards=shards)
+
+    def write(self, *lines: str) -> None:
+        self.put("log.txt", "\n".join(lines))
+        self.put("standard output", "\n".join(lines))
+
+    def record(self, **values) -> None:
+        self.put("metrics.jsonl", json.dumps(values))
+
+    def put(self, name: str, text: str) -> None:
+        """Write to one sink; drop it where that fails."""
+        if name not in self.sinks:
+            return
+        try:
+            tqdm.write(text, file=self.sinks[name])  # print, with the progress bar kept below
+            self.sinks[name].flush()
+            if name != "standard output":
+                # raises if the file was deleted, which a write does not notice
+                self.sizes[name] = os.stat(self.folder / name).st_size
+        except (OSError, UnicodeError) as error:
+            if name == "standard output":  # a closed pipe, say; Python flushes it again at exit
+                sys.stdout = open(os.devnull, "w")
+                self.bar = None
+            del self.sinks[name]
+            warn(f"{name} can no longer be written ({reason_of(error)})")
+
+    def losses(self, trainer: Trainer, clock: Clock, losses: dict[int, float]) -> None:
+        for step, loss in losses.items():
+            self.step(trainer, clock, step, train_loss=loss)
+
+    def step(self, trainer: Trainer, clock: Clock, step: int, **values) -> None:
+        """A line of both logs every log_every steps and for every validation; moves the bar.
+
+        The values hold train_loss or val_loss.
+        """
+        hp = trainer.hp
+        is_validation = "val_loss" in values
+        name = "val_loss" if is_validation else "train_loss"
+        loss = values[name]
+        train_ms = clock.now()["train"]
+        if is_validation or step % hp.log_every == 0 or step in (1, hp.num_steps):
+            average = train_ms / step if step else math.nan
+            line = (f"step:{step}/{hp.num_steps} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
+                    f"step_avg:{average:.2f}ms")
+            self.put("log.txt", line)
+            if is_validation or self.bar is None:
+                self.put("standard output", line)
+            schedule_step = step if is_validation else step - 1  # steps count from 0 in schedules
+            self.record(step=step, tokens=step * hp.batch_tokens, **values,
+                        **step_metrics(trainer, clock, schedule_step))
+        if self.bar is not None:
+            tokens_per_second = 1000 * step * hp.batch_tokens / max(train_ms, 1)
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s",
+                                     refresh=False)
+            self.bar.update(step - self.bar.n)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def profile_steps(hp: Hyperparameters, hardware: Hardware, folder: Path):
+    """A trace of some steps on rank 0, after the first two: for ui.perfetto.dev."""
+    if not hp.profile or hardware.rank != 0:
+        return contextlib.nullcontext()
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=hp.profile, repeat=1),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / "trace.json.gz")))
+
+
+def warn(sentence: str) -> None:
+    with contextlib.suppress(OSError):  # where even that cannot be written
+        print(f"warning: {sentence}; training continues", file=sys.stderr, flush=True)
+
+
+def step_metrics(trainer: Trainer, clock: Clock, step: int) -> dict:
+    """What a line of metrics.jsonl says besides the loss; all of it is known on the host."""
+    hp = trainer.hp
+    rates = dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
+    return dict(rates={kind: rate * rate_at(hp, step) for kind, rate in rates.items()},
+                momentum=momentum_at(hp, step),
+                window=[size if size < NO_LIMIT else None for size in window_at(hp, step)],
+                times_ms=clock.now(), memory_mib=peak_memory_mib(trainer.hardware.device))
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 2**10 if sys.platform == "linux" else 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def source_metadata() -> dict:
+    return dict(command=sys.argv, commit=command_output("git", "rev-parse", "HEAD") or None,
+                dirty=bool(command_output("git", "status", "--porcelain", "-uno")),
+                source_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
+
+
+def describe_source(about: dict) -> list[str]:
+    commit = f"{about['commit'] or 'unknown'}{' (dirty)' if about['dirty'] else ''}"
+    return [f"command: {' '.join(about['command'])}", f"commit: {commit}",
+            f"source_sha256: {about['source_sha256']}"]
+
+
+def environment(hardware: Hardware) -> dict:
+    """The machine and its software, for the logs."""
+    device_name = platform.processor() or platform.machine()
+    driver = None
+    if hardware.device.type == "cuda":
+        device_name = torch.cuda.get_device_name()
+        driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    elif sys.platform == "linux":
+        model_name = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        device_name = model_name[1] if model_name else device_name
+    return dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
+                cuda=torch.version.cuda, driver=driver and driver.split("\n")[0],
+                platform=platform.platform(), device=hardware.device.type, device_name=device_name,
+                world_size=hardware.world_size, threads=torch.get_num_threads(),
+                dtype=str(hardware.dtype).removeprefix("torch."),
+                muon_dtype=str(hardware.muon_dtype).removeprefix("torch."),
+                attention=hardware.attention, compiled=hardware.compile,
+                why_not_compiled=hardware.why_not_compiled)
+
+
+def describe(machine: dict) -> list[str]:
+    """Two lines for the log, of which records/logs.py reads the second."""
+    compiled = f"not compiled: {machine['why_not_compiled']}"
+    if machine["compiled"]:
+        compiled = "compiled"
+    return ["Python {python}, PyTorch {torch}, NumPy {numpy}, CUDA {cuda}, driver {driver}, "
+            "{platform}".format_map(machine),
+            "{world_size} × {device} ({device_name}), {threads} threads, {dtype} activations, "
+            "{muon_dtype} Newton–Schulz, {attention} attention, ".format_map(machine) + compiled]
+
+
+def describe_preset(hp: Hyperparameters) -> list[str]:
+    """What the preset sets that differs from the defaults."""
+    changed = [f"{name}={value}" for name, value in asdict(hp).items()
+               if hp.origins[name].startswith("preset") and value != getattr(Hyperparameters, name)]
+    return textwrap.wrap(f"preset {hp.preset} sets {', '.join(changed) or 'nothing'}", 100)
+
+
+def command_output(*command: str) -> str:
+    """The output of a command; empty where it is missing or fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True,
+                              timeout=20).stdout.strip()
+    return ""
+
+
+# ═══ 9  Checkpoints ═══════════════════════════════════════════════════════════════════════════════
+
+class Saver:
+    """Writes files in a background thread: training waits only for a copy to the host."""
+
+    def __init__(self, folder: Path, enabled: bool):
+        self.folder = folder
+        self.enabled = enabled
+        self.thread = ThreadPoolExecutor(1, "saver")
+        self.pending = None
+        self.failed = False     # the last file could not be written
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.wait()
+
+    def save(self, name: str, state: dict, keep: int = 0) -> None:
+        """The caller must not change `state` afterwards. keep: the newest checkpoints; 0: all."""
+        self.wait()
+        if self.enabled:
+            path = self.folder / name
+            self.pending = self.thread.submit(self.write_atomically, path, state, keep)
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+    def write_atomically(self, path: Path, state: dict, keep: int) -> None:
+        """A file has its final name only when it is complete and on the disk."""
+        temporary = path.with_name("saving.tmp")  # always the same: replaces what a killed run left
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            if keep:  # a later one is of an attempt before: damaged, say
+                older = [old for old in checkpoints(self.folder) if step_of(old) <= step_of(path)]
+                for old in older[:-keep]:
+                    old.unlink(missing_ok=True)
+            self.failed = False
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            if not self.failed:
+                reason = error.__context__ or error  # what caused PyTorch's RuntimeError
+                warn(f"{path} could not be written ({reason_of(reason)})")
+            self.failed = True
+
+
+def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, step: int) -> None:
+    """A collective: all ranks take part, rank 0 copies and writes."""
+    parameter_norm = torch.nn.utils.get_total_norm(trainer.model.parameters())
+    if not parameter_norm.isfinite():
+        raise trainer.not_finite_error(step, f"no checkpoint of step {step}")
+    saver.wait()  # at most one copy of the state at a time
+    state = trainer.state_dict()
+    if saver.enabled:
+        about = dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(trainer.hp),
+                     origins=trainer.hp.origins, step=step, clock_ms=clock.now(),
+                     log_sizes=dict(log.sizes))
+        saver.save(f"checkpoint_{step:07d}.pt", about | copy_to_host(state),
+                   trainer.hp.keep_checkpoints)
+
+
+# What a checkpoint holds besides what a model.pt does.
+TRAINING_STATE = {"adam", "muon", "batch_index", "rng_state", "origins", "clock_ms", "log_sizes"}
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """By step, the latest last."""
+    return sorted(folder.glob("checkpoint_*[0-9].pt"), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(re.search(r"(\d+)\.pt$", path.name)[1])
+
+
+def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
+    """A checkpoint or a model.pt. Nothing in it is executed; its tensors are memory-mapped."""
+    with explained(f"{path} cannot be loaded", "give another checkpoint or model.pt"):
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not compare checksums
+        if damaged:
+            raise ValueError(f"the checksum of {damaged} is wrong")
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if state["format"] != CHECKPOINT_FORMAT:
+            raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
+        if type(state["step"]) is not int:
+            raise ValueError(f"its step is {state['step']!r}")
+        state["hyperparameters"] = check_saved(state["hyperparameters"])
+        missing = TRAINING_STATE - state.keys()
+        if with_training_state and missing:  # a model.pt, say
+            raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
+        return state
+
+
+def check_saved(hyperparameters: dict) -> dict:
+    """Validate saved hyperparameters. Returns those that this file still has."""
+    missing = FIELDS.keys() - MAY_CHANGE_ON_RESUME - hyperparameters.keys()
+    if missing:  # the default of this file could change the training
+        raise ValueError(f"an older train_gpt.py wrote it, without {', '.join(sorted(missing))}")
+    values = {name: value for name, value in hyperparameters.items() if name in FIELDS}
+    validate(Hyperparameters(**values))
+    return values
+
+
+def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
+    """Continue from a checkpoint. Returns the step to start at."""
+    step = checkpoint["step"]
+    if step > trainer.hp.num_steps:
+        raise UserError(f"--num_steps={trainer.hp.num_steps}: the checkpoint is of step {step}; "
+                        f"give at least --num_steps={step}")
+    with explained("the checkpoint does not fit", "give one of this training"):
+        trainer.load_state_dict(copy_to_host(checkpoint))  # its file may be deleted during the run
+        adam, muon = trainer.optimizers
+        states = {p: adam.state[p] for group in adam.param_groups for p in group["params"]}
+        states |= {p: muon.state[p] for p in muon.own_params()}
+        for p, state in states.items():
+            if {x.shape for name, x in state.items() if name != "step"} != {p.shape}:
+                raise ValueError("the state of an optimizer is missing or of another shape")
+        clock.ms = {kind: float(checkpoint["clock_ms"][kind]) for kind in clock.ms}
+    return step
+
+
+def find_run(hp: Hyperparameters) -> Run:
+    """The folder of the run and the checkpoint to resume from, by hp.resume and hp.run_id."""
+    logs = Path(hp.log_dir)
+    job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
+    folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun
+
+    if hp.resume == "" and restarted:  # in the folder that this job made before it failed
+        made = logs.glob(f"????-??-??_??????_{job}")
+        return resume_newest(folder if hp.run_id else max(made, default=folder))
+
+    if hp.resume == "":
+        if (folder / "log.txt").exists() or checkpoints(folder):
+            raise UserError(f"--run_id={hp.run_id}: {folder} holds a run already; add "
+                            "--resume=auto, or give another name")
+        return Run(folder)
+
+    if hp.resume == "auto":
+        if not hp.run_id:  # the run that was saved last
+            saved = logs.glob("*/checkpoint_*[0-9].pt")
+            folder = max(saved, key=os.path.getmtime, default=folder / "none").parent
+        return resume_newest(folder)
+
+    path = Path(hp.resume)
+    if path.is_dir():
+        if not checkpoints(path):
+            raise UserError(f"--resume={path}: there is no checkpoint; give another folder")
+        return resume_newest(path)
+
+    # a checkpoint: a new run from there, in a folder of its own
+    checkpoint = read_checkpoint(path, with_training_state=True)
+    if not hp.run_id:
+        old_folder = path.resolve().parent
+        folder = old_folder.with_name(f"{old_folder.name}_from_{checkpoint['step']}_{job}")
+    if restarted and checkpoints(folder):
+        return resume_newest(folder)
+    if not restarted and (folder / "log.txt").exists():  # plain torchrun names all its jobs alike
+        raise UserError(f"--resume={path}: {folder} holds a run already; resume that folder, or "
+                        "move it")
+    return Run(folder, checkpoint, notes=[f"resuming from {path}, step {checkpoint['step']}"])
+
+
+def resume_newest(folder: Path) -> Run:
+    """From the newest checkpoint that is not damaged; where there is none, a new run."""
+    notes = []
+    for path in reversed(checkpoints(folder)):
+        try:
+            checkpoint = read_checkpoint(path, with_training_state=True)
+        except UserError as error:
+            notes.append(f"skipped: {error}")
+            continue
+        notes.append(f"resuming from {path}, step {checkpoint['step']}")
+        return Run(folder, checkpoint, checkpoint["log_sizes"], notes)
+    if notes:
+        raise UserError(f"{folder} cannot be resumed: {'; '.join(notes)}")
+    return Run(folder, notes=["no checkpoint to resume from: a new run"])
+
+
+def load_model(path: str, hardware: Hardware) -> GPT:
+    """The model of a model.pt, a checkpoint or a run's folder, with its own hyperparameters."""
+    file = Path(path)
+    if file.is_dir():
+        saved = [file / "model.pt"] if (file / "model.pt").is_file() else checkpoints(file)
+        file = saved[-1] if saved else file / "model.pt"
+    state = read_checkpoint(file)
+    hp = Hyperparameters(**state["hyperparameters"])
+    hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here: the longest context
+    hp.val_sequence_tokens = 0
+    with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
+        model = GPT(hp, hardware.dtype, "banded")
+        model.load_state_dict(state["model"])
+    return model.to(hardware.device).eval()
+
+
+# ═══ 10  Evaluation ═══════════════════════════════════════════════════════════════════════════════
+
+@torch.no_grad()
+def evaluate(trainer: Trainer) -> dict:
+    """Loss per token, and bits per byte of text where that is known, over the val_tokens.
+
+    A signal ends it early: then trainer.stopping is set on all ranks, and the result is not valid.
+    """
+    hp = trainer.hp
+    hardware = trainer.hardware
+    loader = trainer.data.val
+    num_sequences = hp.val_tokens // loader.sequence_tokens
+    first = hp.val_start // loader.sequence_tokens
+    loader.index = first + hardware.rank  # the ranks take turns
+    totals = torch.zeros(3, dtype=widest_dtype(hardware), device=hardware.device)
+    trainer.compiled_model.eval()
+    while loader.index < first + num_sequences and not trainer.stop_requested:
+        (inputs, targets), = loader.next_batch(stride=hardware.world_size)
+        loss = trainer.compiled_model(inputs, targets, trainer.window)
+        totals[:2] += torch.stack((loss, (targets != hp.document_token).sum()))
+    trainer.compiled_model.train()
+    totals[2] = trainer.stop_requested
+    loss_sum, text_tokens, stops = all_reduce_sum(totals, hardware)
+    trainer.stopping = stops > 0
+    if hp.is_byte_level:
+        text_bytes = text_tokens
+    else:
+        text_bytes = (trainer.data.bytes_per_token or 0) * hp.val_tokens
+    val_loss = loss_sum / num_sequences
+    if not math.isfinite(val_loss) and not trainer.stopping:
+        raise trainer.not_finite_error(trainer.data.train.index,
+                                       f"the validation loss is {val_loss}")
+    nats = loss_sum * loader.sequence_tokens
+    bits_per_byte = nats / text_bytes / math.log(2) if text_bytes else None
+    return dict(val_loss=val_loss, bits_per_byte=bits_per_byte)
+
+
+def widest_dtype(hardware: Hardware) -> torch.dtype:
+    return torch.float32 if hardware.device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def text_codec(hp: Hyperparameters) -> tuple:
+    """(text → tokens, tokens → text): bytes, or GPT-2's vocabulary."""
+    if hp.is_byte_level:
+        def decode(tokens):
+            return bytes(token for token in tokens if token < 256).decode(errors="replace")
+        return (lambda text: list(text.encode())), decode
+    with data_module("vocabulary") as vocabulary:
+        return vocabulary.gpt2_codec()
+
+
+def printable(text: str) -> str:
+    """Escape control characters, which could change the terminal's state."""
+    return "".join(character if character.isprintable() or character in "\n\t"
+                   else character.encode("unicode_escape").decode() for character in text)
+
+
+@torch.no_grad()
+def sample(model: GPT, prompt: str, settings: Hyperparameters) -> str:
+    """The prompt and its continuation. Of the settings only those of sampling are used."""
+    hp = model.hp
+    encode, decode = text_codec(hp)
+    tokens = [hp.document_token, *encode(prompt)]
+    if max(tokens) >= hp.vocab_size:
+        raise UserError(f"--sample: the text has token {max(tokens)} and the model knows "
+                        f"{hp.vocab_size} tokens; give text of its own kind")
+    device = model.skip_weights.device
+    generator = torch.Generator().manual_seed(settings.seed)
+    window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=device)
+    # the window of one layer; a longer context costs more time for every token of the sample
+    room = min(hp.sequence_tokens, (max_blocks_back(hp) + 2) * BLOCK)
+    for _ in range(settings.sample_tokens):
+        context = tokens[-room:]
+        padding = [hp.document_token] * (-len(context) % BLOCK)
+        inputs = torch.tensor(context + padding, device=device)
+        logits = model(inputs, None, window)[len(context) - 1, :hp.vocab_size].float().cpu()
+        if settings.top_k:
+            lowest = logits.topk(min(settings.top_k, len(logits))).values[-1]
+            logits[logits < lowest] = -math.inf
+        if settings.temperature:
+            probs = (logits / settings.temperature).softmax(0)
+            tokens.append(torch.multinomial(probs, 1, generator=generator).item())
+        else:
+            tokens.append(logits.argmax().item())
+    pieces = itertools.groupby(tokens[1:], key=lambda token: token == hp.document_token)
+    return "".join("\n\n" if is_start else decode(list(piece)) for is_start, piece in pieces)
+
+
+@torch.no_grad()
+def score_hellaswag(folder: str, model: GPT, hardware: Hardware) -> dict:
+    hp = model.hp
+    window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=hardware.device)
+
+    def token_losses(tokens: np.ndarray) -> np.ndarray:
+        inputs = torch.from_numpy(tokens).to(hardware.device)
+        logits = model(inputs, None, window)
+        return F.cross_entropy(logits[:-1], inputs[1:], reduction="none").cpu().double().numpy()
+
+    def sum_over_ranks(losses: np.ndarray) -> np.ndarray:
+        values = torch.from_numpy(losses).to(hardware.device, widest_dtype(hardware))
+        return np.array(all_reduce_sum(values, hardware))
+
+    with data_module("hellaswag") as hellaswag:
+        tasks = hellaswag.read_tasks(folder, hp.vocab_size, hp.document_token)
+        return hellaswag.score(tasks, token_losses, hp.sequence_tokens, hp.document_token,
+                               hardware.rank, hardware.world_size, sum_over_ranks)
+
+
+def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles: int) -> None:
+    """Log the final loss, times, memory, HellaSwag's score, a sample, and where the files are."""
+    hp = trainer.hp
+    log.close()
+    trainer.model.attention = "banded"  # what follows is not compiled
+    model = trainer.model.eval()
+    if hp.hellaswag:
+        score = score_hellaswag(hp.hellaswag, model, trainer.hardware)
+        log.write(score["line"])
+        log.record(hellaswag=score["hellaswag"], tasks=score["tasks"])
+    if trainer.hardware.rank != 0:
+        return
+    bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
+    reached = "reached" if result["val_loss"] <= hp.target_loss else "not reached"
+    target = f" (target {hp.target_loss} {reached})" if hp.target_loss else ""
+    clocks = ", ".join(f"{kind} {ms / 1000:.1f} s" for kind, ms in clock.ms.items())
+    memory_mib = peak_memory_mib(trainer.hardware.device)
+    log.write(f"final validation loss {result['val_loss']:.4f}{bits}{target} after "
+              f"{hp.num_steps * hp.batch_tokens:,} tokens", f"clocks: {clocks}",
+              f"recompiles after warm-up: {recompiles}; peak memory: {memory_mib:,.0f} MiB")
+    log.record(end=True, **result, recompiles=recompiles, times_ms=clock.ms)
+    try:
+        log.write("sample:", printable(sample(model, "", hp)))
+    except UserError as error:
+        log.write(f"no sample: {error}")
+    log.write(f"log: {log.folder / 'log.txt'}")
+    if (log.folder / "model.pt").is_file():
+        log.write(f"model: {log.folder / 'model.pt'}")
+
+
+# ═══ 11  Ranks and faults ═════════════════════════════════════════════════════════════════════════
+
+def wait_until(is_ready, hardware: Hardware) -> None:
+    """Poll. Times out before NCCL's watchdog, so that the error names the rank."""
+    deadline = min(time.monotonic() + hardware.timeout, hardware.give_up_at)
+    while not is_ready():
+        if time.monotonic() > deadline:
+            raise dist.DistError("no answer in time")
+        time.sleep(2e-5)
+
+
+def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
+    """Sum a tensor over the ranks, in place. Returns it as a list."""
+    if hardware.world_size > 1:
+        work = dist.all_reduce(values, async_op=True)
+        wait_until(work.is_completed, hardware)
+        work.wait()
+    return values.tolist()
+
+
+def join_group(hardware: Hardware) -> None:
+    """Initialize the process group. The error names the ranks that do not arrive in time."""
+    if hardware.world_size == 1:
+        return
+    device_id = hardware.device if hardware.device.type == "cuda" else None
+    store = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and hardware.launcher_pid:
+        # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    arrivals = [f"arrived{rank}" for rank in range(hardware.world_size)]
+    try:
+        if store:  # NCCL would wait for a missing rank without an end, and without its name
+            store.set(arrivals[hardware.rank], "")
+            store.wait(arrivals, datetime.timedelta(seconds=hardware.timeout))
+        dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=hardware.rank,
+                                world_size=hardware.world_size, device_id=device_id,
+                                timeout=group_timeout(hardware))
+    except dist.DistError as error:
+        missing = [str(rank) for rank, key in enumerate(arrivals)
+                   if store and not store.check([key])]
+        raise UserError(f"rank {' and '.join(missing) or 'unknown'} did not arrive within "
+                        f"--timeout={hardware.timeout:g} s ({reason_of(error)}); look at its "
+                        "machine, or wait longer") from None
+
+
+def group_timeout(hardware: Hardware) -> datetime.timedelta:
+    """PyTorch's timeout of a collective: longer on CUDA, so that wait_until is first."""
+    margin = 60 if hardware.device.type == "cuda" else 0
+    return datetime.timedelta(seconds=hardware.timeout + margin)
+
+
+def set_timeout(hardware: Hardware, seconds: float) -> None:
+    """Of wait_until and of the process group."""
+    hardware.timeout = seconds
+    if hardware.world_size > 1:
+        dist.distributed_c10d._set_pg_timeout(group_timeout(hardware))
+
+
+def leave_group(finished: bool) -> None:
+    """Destroy the process group; not after a failure with NCCL, which waits for the other ranks."""
+    if dist.is_initialized() and (finished or dist.get_backend() != "nccl"):
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def check_ranks_agree(trainer: Trainer, step: int) -> None:
+    """Raise if the ranks differ in step, hyperparameters or a parameter (the sum of its bits)."""
+    world_size = trainer.hardware.world_size
+    if world_size == 1:
+        return
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    settings = zlib.crc32(repr(asdict(trainer.hp)).encode())
+    values = {"the step": torch.tensor(step), "the hyperparameters": torch.tensor(settings)}
+    suggestions = trainer.model.suggestions
+    tables = suggestions.named_buffers() if suggestions else ()
+    for name, x in (*trainer.model.named_parameters(), *tables):
+        values[f"parameter {name}"] = x.view(integers[x.element_size()]).sum()
+    own = torch.stack([value.to(trainer.hardware.device) for value in values.values()])
+    gathered = own.new_empty(world_size * len(own))
+    dist.all_gather_single(gathered, own)
+    for name, by_rank in zip(values, gathered.view(world_size, -1).T.tolist()):
+        for rank, value in enumerate(by_rank):
+            if value != by_rank[0]:
+                raise UserError(f"rank {rank} differs from rank 0, first in {name}; start all "
+                                "machines with the same options and files, or check their "
+                                "hardware and resume with --resume=auto")
+
+
+def find_silent_ranks(error: RuntimeError, patience_s: float = 3.0) -> str:
+    """After a failed collective every rank that still runs sets a key in the launcher's store."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"alive{dist.get_rank()}", "")
+        time.sleep(patience_s)
+        silent = [str(rank) for rank in range(dist.get_world_size())
+                  if not store.check([f"alive{rank}"])]
+    except RuntimeError:
+        silent = ["0, or its machine,"]  # which keeps the store
+    return (f"rank {' and '.join(silent) or 'unknown'} stopped answering ({reason_of(error)}); "
+            "look at its machine, then resume with --resume=auto")
+
+
+class SignalHandler:
+    """The first signal stops the run after its step and saves; the second quits at once."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.number = 0         # of the signal that stops the run
+        self.reason = ""
+        self.first_signal_at = 0.0
+
+    def __enter__(self):
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self.previous = {number: signal.signal(number, self.handle) for number in numbers}
+        return self
+
+    def handle(self, number: int, frame) -> None:
+        # torchrun sends Ctrl-C once more
+        if self.first_signal_at and time.monotonic() > self.first_signal_at + 1:
+            os._exit(128 + number)
+        self.first_signal_at = self.first_signal_at or time.monotonic()
+        if not self.trainer.stop_requested:
+            self.request_stop(number, signal.Signals(number).name)
+            if self.trainer.hardware.rank == 0:
+                os.write(2, b"\nstopping after this step; press again to quit now\n")
+
+    def request_stop(self, number: int, reason: str) -> None:
+        self.number = number
+        self.reason = reason
+        self.trainer.stop_requested = True
+        hardware = self.trainer.hardware
+        if hardware.device.type == "cuda" and hardware.world_size > 1:
+            # the signal may mean that another rank is gone, for which NCCL would wait forever
+            hardware.give_up_at = time.monotonic() + 60
+
+    def check_launcher(self) -> None:
+        """Stop if torchrun was killed: its ranks would keep training as orphans."""
+        if self.trainer.hardware.launcher_pid not in (0, os.getppid()):
+            self.request_stop(signal.SIGTERM, "the end of its launcher")
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        several_ranks = self.trainer.hardware.world_size > 1
+        if isinstance(error, RuntimeError) and self.trainer.stop_requested and several_ranks:
+            os._exit(1)  # the launcher stops this rank because another one is gone
+
+
+def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHandler,
+                step: int) -> int:
+    """Log how to resume. Returns the exit code, 128 + the signal, the same on every rank."""
+    number = torch.tensor(signals.number, device=trainer.hardware.device)
+    if trainer.hardware.world_size > 1:
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    number = int(number)
+    stopped = f"stopped by {signals.reason or signal.Signals(number).name} after step {step}"
+    if saver.failed:
+        raise UserError(f"{stopped}, and the checkpoint could not be written: what was learned "
+                        "since the last one is lost")
+    resume = f"; resume with --resume={log.folder}" if checkpoints(log.folder) else ""
+    log.write(f"{stopped}{resume}")
+    return 128 + number
+
+
+# ═══ 12  Before a run: hardware, memory, data ═════════════════════════════════════════════════════
+
+def find_hardware(hp: Hyperparameters) -> Hardware:
+    """The device of this rank, and the number types, attention and compiler to use on it.
+
+    torchrun's variables give the ranks; without them there is one process and no group.
+    """
+    # fewer fragments; PyTorch reads it when CUDA starts
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    hardware = Hardware(rank=int(os.environ.get("RANK", 0)),
+                        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+                        timeout=hp.timeout)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the ranks of this machine
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun on one machine
+        hardware.launcher_pid = os.getppid()
+    kind = hp.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device=mps: this machine has none; give --device=cpu")
+    if kind == "cuda" and local_rank >= torch.cuda.device_count():
+        raise UserError(f"--device=cuda: rank {hardware.rank} needs GPU {local_rank} and there "
+                        f"are {torch.cuda.device_count()}; start one process per GPU, or give "
+                        "--device=cpu")
+    hardware.device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+
+    gpu = torch.cuda.get_device_properties(hardware.device) if kind == "cuda" else None
+    # GPUs compute in bfloat16 from Ampere on (older ones emulate it); on a CPU only Muon does.
+    has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    cpu = torch.cpu.get_capabilities() if kind == "cpu" else {}
+    hardware.dtype = choose_dtype(hp.dtype, has_bf16)
+    muon_has_bf16 = has_bf16 or cpu.get("avx512_bf16") or cpu.get("amx_bf16")
+    hardware.muon_dtype = choose_dtype(hp.muon_dtype, muon_has_bf16)
+    if hp.dtype == "float64" and hp.muon_dtype == "auto":
+        hardware.muon_dtype = torch.float64
+    if kind == "cuda":
+        lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
+        hardware.has_fp8 = (gpu.major, gpu.minor) >= lowest
+    hardware.why_not_compiled = why_not_compile(hp, kind)
+    hardware.compile = not hardware.why_not_compiled
+
+    can_flex = has_bf16 and hardware.compile
+    if hp.attention == "flex" and not can_flex:
+        raise UserError("--attention=flex: it trains only compiled, on a GPU with bfloat16 "
+                        "(NVIDIA: from Ampere on); give --attention=banded")
+    if can_flex and hp.attention != "banded":
+        hardware.attention = "flex"
+        padded_head = 1 << (hp.model_dim // hp.num_heads - 1).bit_length()  # Triton: powers of two
+        hardware.flex_options = choose_flex_options(gpu, padded_head * hardware.dtype.itemsize)
+    return hardware
+
+
+def choose_dtype(name: str, has_bf16: bool) -> torch.dtype:
+    if name == "auto":
+        name = "bfloat16" if has_bf16 else "float32"
+    return getattr(torch, name)
+
+
+def why_not_compile(hp: Hyperparameters, device_type: str) -> str:
+    """The reason not to use torch.compile; empty where it is used.
+
+    On a CPU it makes a step a fifth faster, after a minute of compiling: only long runs gain.
+    """
+    if hp.compile == "no":
+        return "--compile=no"
+    problem = ""
+    if device_type == "mps":
+        problem = "there is no compiler for it"
+    elif device_type == "cpu":
+        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+            problem = "there is no C++ compiler (g++ or clang++) here"
+    elif torch.cuda.get_device_properties(0).major < 7:
+        problem = "there is no Triton for this GPU"
+    else:
+        try:
+            start_triton()
+        except (*FOREIGN_ERRORS, ImportError, subprocess.SubprocessError) as error:
+            problem = (f"Triton cannot start ({reason_of(error)}), which needs a C compiler and "
+                       f"Python.h (gcc, python3.{sys.version_info.minor}-dev)")
+    if problem and hp.compile == "yes":
+        raise UserError(f"--compile=yes: {problem}; give --compile=no")
+    flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
+    if not problem and hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
+        return "the run is too short for it to pay on a CPU"
+    return problem
+
+
+def start_triton() -> None:
+    """Triton builds a library in C when it starts: raises where there is no C compiler."""
+    from triton.runtime import driver
+    driver.active.utils  # builds it
+
+
+def head_choices(head_dim: int):
+    """Inductor's heuristics, but sums over a head in one pass: 0.7 ms a step of h100, modelled."""
+    from torch._inductor.choices import InductorChoices
+    usual = InductorChoices.should_use_persistent_reduction
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features, cooperative_reduction: bool) -> bool:
+            return features.reduction_numel == head_dim or usual(features, cooperative_reduction)
+
+        def uuid(self) -> str:  # for the key of Inductor's cache
+            return f"heads of {head_dim}"
+
+    return Choices()
+
+
+def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
+    """Settings of the whole process, before anything runs on the device."""
+    device = hardware.device
+    if device.type == "cuda":
+        with explained(f"GPU {device.index} cannot be used",
+                       "see nvidia-smi, install a PyTorch built for it, or give --device=cpu"):
+            torch.cuda.set_device(device)
+            torch.empty(1, device=device, requires_grad=True).backward()  # starts CUDA, autograd
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for each length
+        config = torch._inductor.config
+        config.coordinate_descent_tuning = hp.tune_kernels
+        config.max_autotune_gemm = hp.tune_products
+        if hp.tune_products:  # silent: it would print a table and two lines for each product
+            config.autotune_num_choices_displayed = 0
+            select_algorithm = importlib.import_module("torch._inductor.select_algorithm")
+            select_algorithm._log_autotune_choices_stats = lambda name, timings: None
+        head_dim = hp.model_dim // hp.num_heads
+        config.inductor_choices_class = functools.partial(head_choices, head_dim)
+    elif device.type == "cpu":
+        torch.use_deterministic_algorithms(True)  # repeatable bit for bit; on CUDA it costs speed
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def choose_flex_options(gpu, head_bytes: int) -> dict | None:
+    """FlexAttention's tiles where Inductor's own, of about 386 × head_bytes, do not fit the GPU.
+
+    Square tiles in two stages hold 6 at most: keys, values, two pairs of queries and gradients.
+    ROCm does not report shared memory; Inductor's own tiles fit its 64 KiB.
+    """
+    shared_memory = getattr(gpu, "shared_memory_per_block_optin", 0)
+    if not shared_memory or shared_memory >= 386 * head_bytes:
+        return None
+    side = max(16, min(64, 2 ** int(math.log2(shared_memory / head_bytes / 6))))
+    names = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2",
+             "bwd_BLOCK_N2")
+    return dict.fromkeys(names, side) | dict(num_stages=2, num_warps=4)
+
+
+# ── memory: which sequences fit ───────────────────────────────────────────────────────────────────
+
+SEQUENCE_LENGTHS = ("sequence_tokens", "val_sequence_tokens")
+
+
+def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
+    """Bytes at the peak of a run: of a training step, or of a longer sequence of validation.
+
+    Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them.
+    """
+    itemsize = hardware.dtype.itemsize
+    rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
+    num_tables = len({table for table in hp.value_tables if table is not None})
+    attention_layers = hp.num_layers - len(hp.layers_without_attention)
+    embeddings = (1 + num_tables) * rows * hp.model_dim * (itemsize if hp.bf16_embeddings else 4)
+    head = 4 * hp.padded_vocab * hp.model_dim
+    num_suggestions = len(hp.copy_lengths) + (1 if hp.ngram_order else 0)
+    suggestions = 4 * num_suggestions * (hp.padded_vocab + 1) * hp.model_dim    # a table, a gate
+    matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
+    parameters = 5 * (embeddings + head + suggestions)  # weights, gradients twice, two moments
+    parameters += 3 * matrices                          # weights, gradients twice
+    parameters += matrices / hardware.world_size        # momentum, shared among the ranks
+    if hp.ngram_order:
+        parameters += 3 * hp.ngram_tokens               # tables of n-grams
+    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim  # activations kept for the backward pass
+    if hardware.attention == "banded" and hardware.device.type != "cpu":
+        band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
+        per_layer += 3 * hp.num_heads * band            # attention weights, three copies
+    # logits: once where their loss is compiled, otherwise four copies in fp32
+    logits = hp.padded_vocab * (itemsize if hardware.compile else 16)
+    per_token = hp.num_layers * per_layer * itemsize + logits
+    if hp.fp8_head:
+        per_token += 2 * hp.padded_vocab                # the gradient in FP8 and its transpose
+    # a sequence of validation needs little more than its logits
+    return parameters + max(hp.sequence_tokens * per_token, hp.val_sequence_tokens * logits)
+
+
+def usable_bytes(total_bytes: int) -> float:
+    """What is left of a GPU's memory for tensors, after fragmentation, CUDA and workspaces."""
+    return 0.9 * total_bytes - 2**30
+
+
+def available_bytes(hardware: Hardware) -> float:
+    """Of this machine, shared among its ranks, or of its smallest GPU.
+
+    A single rank counts what is free of its GPU. Several ranks have to choose the same lengths,
+    and what is free may differ: their GPUs count as empty.
+    """
+    if hardware.device.type != "cuda":
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
+    cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    room = min(card.total_memory for card in cards)
+    if hardware.world_size == 1:
+        free, _ = torch.cuda.mem_get_info(hardware.device)
+        room = min(room, free)
+    return usable_bytes(room)
+
+
+def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str) -> int:
+    """sequence_tokens or val_sequence_tokens, shortened.
+
+    Until it divides what is cut into sequences, then by halves until it fits the memory.
+    """
+    cut = []
+    if name == "sequence_tokens":
+        cut.append(hp.batch_tokens // hardware.world_size)
+    if name == "val_sequence_tokens" or not hp.val_sequence_tokens:
+        cut += [hp.val_tokens, hp.val_start]
+    length = math.gcd(getattr(hp, name), *cut)
+    shortest = math.lcm(BLOCK, hp.segment_tokens or 1)
+
+    def fits(length: int) -> bool:
+        """The peak is the larger one of training and validation: each length counts by itself."""
+        lengths = dict.fromkeys(SEQUENCE_LENGTHS, 0) | {name: length}
+        return memory_needed(dataclasses.replace(hp, **lengths), hardware) <= hardware.memory_bytes
+
+    while length % (2 * shortest) == 0 and not fits(length):
+        length //= 2
+    return length
+
+
+def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False) -> list[str]:
+    """Shorten sequences that do not fit, and do without FP8 where there is none. Returns notes.
+
+    Shorter sequences mean more micro-steps of the same batch: the same training, except that
+    attention does not reach across sequences. What the command line sets is not changed. keep: on
+    resume, when only a length that does not divide the batch of a rank is changed.
+    """
+    notes = []
+
+    def change(name: str, value, reason: str) -> None:
+        notes.append(f"{name}={value} instead of {getattr(hp, name)}: {reason}")
+        setattr(hp, name, value)
+        hp.origins[name] = "hardware"
+
+    may_change = [name for name, origin in hp.origins.items() if origin != "command line"]
+    if keep:
+        divides = hp.batch_tokens % (hardware.world_size * hp.sequence_tokens) == 0
+        may_change = [] if divides else ["sequence_tokens"]
+    if hp.fp8_head and not hardware.has_fp8:
+        if "fp8_head" in may_change:
+            change("fp8_head", False, "there is no FP8 here")
+        elif hardware.device.type != "cpu":  # which computes it, slowly
+            raise UserError("--fp8_head=true: this device has no FP8, which takes compute "
+                            "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false "
+                            "(on resume with --resume_anyway)")
+    hardware.memory_bytes = available_bytes(hardware)
+    for name in SEQUENCE_LENGTHS:
+        if name in may_change and getattr(hp, name):
+            length = fitting_length(hp, hardware, name)
+            # check_sequences refuses what is not a multiple of BLOCK, with the reason
+            if length != getattr(hp, name) and length % BLOCK == 0:
+                change(name, length, "it divides the tokens of a rank, and fits the memory")
+    needed = memory_needed(hp, hardware)
+    if needed > hardware.memory_bytes:
+        notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
+                     f"{hardware.memory_bytes / 2**30:.1f}; {less_memory(hp, hardware)}")
+    return notes
+
+
+def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
+    """The remedy where memory is short: the next shorter length that fits."""
+    for name in reversed(SEQUENCE_LENGTHS):
+        half = dataclasses.replace(hp, **{name: getattr(hp, name) // 2})
+        length = fitting_length(half, hardware, name)
+        needed = memory_needed(dataclasses.replace(hp, **{name: length}), hardware)
+        is_possible = length % math.lcm(BLOCK, hp.segment_tokens or 1) == 0
+        is_less = needed < memory_needed(hp, hardware)  # otherwise the other length is too long
+        if is_possible and is_less and needed <= hardware.memory_bytes:
+            return f"give --{name}={length}"
+    return "lower --model_dim or --num_layers"
+
+
+# ── data: shards, token budget, manifests ─────────────────────────────────────────────────────────
+
+def open_data(hp: Hyperparameters, hardware: Hardware) -> Data:
+    """Open all shards; refuse what would fail in the middle of the run."""
+    train = open_train(hp, hardware)
+    val = open_val(hp, hardware)
+    if hp.hellaswag:
+        with data_module("hellaswag") as hellaswag:
+            hellaswag.read_tasks(hp.hellaswag, hp.vocab_size, hp.document_token)
+    train_hashes, _ = check_manifests(hp, train)
+    val_hashes, bytes_per_token = check_manifests(hp, val)
+    return Data(train, val, bytes_per_token, train_hashes | val_hashes)
+
+
+def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
+    share = 1 - hp.ngram_share if hp.ngram_order else 1.0
+    loader = Loader(hp.train_files, hp.batch_tokens, hp.sequence_tokens, hp.segment_tokens,
+                    rank=hardware.rank, world_size=hardware.world_size, device=hardware.device,
+                    vocab_size=hp.vocab_size, epochs=hp.epochs, seed=hp.seed,
+                    document_token=hp.document_token, align_documents=hp.align_documents,
+                    num_batches=hp.num_steps, share=share)
+    if len(loader) >= hp.num_steps:
+        return loader
+    remedies = []
+    source, _, count = missing_data(hp).partition(" ")
+    if source:
+        remedies.append(f"fetch the rest with: python data/{source}.py {count}".rstrip())
+    batches_per_epoch = len(loader) // hp.epochs
+    if batches_per_epoch:
+        remedies.append(f"repeat them with --epochs={-(-hp.num_steps // batches_per_epoch)}")
+    if len(loader):
+        remedies.append(f"lower it to --num_steps={len(loader)}")
+    else:
+        remedies.append("lower --batch_tokens or --sequence_tokens")
+    raise too_few_tokens(loader, f"--num_steps={hp.num_steps}", hp.num_steps, remedies)
+
+
+def open_val(hp: Hyperparameters, hardware: Hardware) -> Loader:
+    """Its batch is one sequence; the ranks take turns."""
+    tokens = hp.val_sequence_tokens or hp.sequence_tokens
+    loader = Loader(hp.val_files, tokens, tokens, device=hardware.device, vocab_size=hp.vocab_size)
+    needed = (hp.val_start + hp.val_tokens) // tokens
+    if len(loader) >= needed:
+        return loader
+    possible = len(loader) * tokens - hp.val_start
+    remedy = "lower --val_start or --sequence_tokens"
+    if possible > 0:
+        remedy = f"lower it to --val_tokens={possible}"
+    raise too_few_tokens(loader, f"--val_tokens={hp.val_tokens}", needed, [remedy])
+
+
+def too_few_tokens(loader: Loader, asked: str, needed: int, remedies: list[str]) -> UserError:
+    return UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
+                     f"{loader.batch_tokens} tokens and {asked} needs {needed}; "
+                     f"{', or '.join(remedies)}")
+
+
+def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | None]:
+    """(sha256 of each shard, bytes of text per token), where data/ left a manifest."""
+    held = {shard.path: shard.num_tokens for shard in loader.shards}
+    if not has_data_scripts():
+        return dict.fromkeys(held), None
+    with data_module("shards") as shards:
+        return shards.check_manifests(held, hp.vocab_size, hp.document_token)
+
+
+def has_data_scripts() -> bool:
+    """Not where train_gpt.py was copied alone."""
+    return (FOLDER / "data" / "shards.py").is_file()
+
+
+def missing_data(hp: Hyperparameters) -> str:
+    """What run.sh fetches: "enwik8", "fineweb N" for N training shards, or "" for nothing."""
+    if not has_data_scripts():
+        return ""
+    batch_tokens = hp.batch_tokens
+    if hp.align_documents:
+        batch_tokens += batch_tokens // 10  # for what is skipped between sequences
+    with data_module("shards") as shards:
+        return shards.what_to_fetch(hp.train_files, hp.val_files, hp.num_steps, batch_tokens,
+                                    hp.epochs)
+
+
+@contextlib.contextmanager
+def data_module(name: str):
+    """Import a module of data/ for a with block; its UserError becomes ours."""
+    folder = str(FOLDER / "data")
+    sys.path.insert(0, folder)
+    try:
+        shards = importlib.import_module("shards")
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"data/{name}.py cannot be imported ({error}); it belongs beside "
+                        "train_gpt.py, and data/requirements.txt lists its packages") from None
+    finally:
+        sys.path.remove(folder)
+    try:
+        yield module
+    except shards.UserError as error:
+        raise UserError(str(error)) from None
+
+
+# ═══ 13  Command line and main ════════════════════════════════════════════════════════════════════
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
+         tuple: "a tuple of whole numbers, such as (4,8)",
+         str | tuple: "a name or a tuple of whole numbers and None"}
+
+
+def parse_value(kind, text: str):
+    """Parse text as a value of a field of this type."""
+    with contextlib.suppress(ValueError, OverflowError):
+        if kind is str or (kind == str | tuple and not text.startswith("(")):
+            return text
+        if kind is bool and text.lower() in ("true", "yes", "1", "false", "no", "0"):
+            return text.lower() in ("true", "yes", "1")
+        if kind is int and re.fullmatch(r"-?\d+", text):
+            return int(text)
+        if kind is int and float(text) == int(float(text)):  # 1e6
+            return int(float(text))
+        if kind is float and math.isfinite(float(text)):
+            return float(text)
+        if kind == str | tuple or (kind is tuple and re.fullmatch(r"\(.*\)", text)):
+            entries = [entry.strip() for entry in text.strip("()").split(",") if entry.strip()]
+            return tuple(None if entry == "None" else int(entry) for entry in entries)
+    raise argparse.ArgumentTypeError(f"{text!r} is not {KINDS[kind]}")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message.removeprefix('argument ')}; --help lists every option")
+
+
+def build_parser(shown: Hyperparameters | None = None) -> Parser:
+    """An option per field; its help is the field's comment and its value in `shown`."""
+    usage = "train_gpt.py [--name=value …]\n\n" + __doc__.split("\n\n")[1]
+    presets = f"Presets (--preset=NAME, later ones win): {', '.join(PRESETS)}"
+    parser = Parser(usage=usage, epilog=presets, allow_abbrev=False, add_help=False,
+                    argument_default=argparse.SUPPRESS,
+                    formatter_class=lambda prog: argparse.HelpFormatter(prog, 4, 34, 120))
+    group = parser.add_argument_group("hyperparameters, with their values on this machine")
+    for line in inspect.getsource(Hyperparameters).splitlines():
+        heading = re.fullmatch(r"    # (.+)", line)
+        field = re.fullmatch(r"    (\w+): [\w |]+ = .+?(?:\s+# (.+))?", line)
+        if heading:
+            group = parser.add_argument_group(heading[1])
+        elif field:
+            name, meaning = field.groups("")
+            group.add_argument(f"--{name}", type=functools.partial(parse_value, FIELDS[name]),
+                               metavar=str(getattr(shown, name, "")),
+                               help=meaning.replace("%", "%%"),
+                               nargs="?" if FIELDS[name] is bool else None,
+                               const=True if FIELDS[name] is bool else None,
+                               action="append" if name == "preset" else "store")
+    return parser
+
+
+def parse_options(arguments: list[str]) -> dict:
+    """What the command line says, and only that: {name: value}."""
+    arguments = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), argument)
+                 for argument in arguments]  # --num-steps is --num_steps
+    options, unknown = build_parser().parse_known_args(arguments)
+    if unknown:
+        word = unknown[0].lstrip("-").partition("=")[0]
+        close = difflib.get_close_matches(word, FIELDS, n=1, cutoff=0.0)[0]
+        raise UserError(f"{unknown[0]}: no such option; did you mean --{close}=…? (--help lists "
+                        "them all)")
+    values = vars(options)
+    if "preset" in values:
+        values["preset"] = "+".join(values["preset"])
+    return values
+
+
+def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
+    """Defaults, then presets or the values of a checkpoint, then the options."""
+    values = {}
+    origins = dict.fromkeys(FIELDS, "default")
+    if checkpoint:
+        values |= checkpoint["hyperparameters"]
+        origins |= {name: checkpoint["origins"].get(name, "checkpoint") for name in values}
+    preset = options.get("preset", values.get("preset", Hyperparameters.preset))
+    if preset == "auto":
+        device = options.get("device", Hyperparameters.device)
+        on_gpus = device in ("auto", "cuda") and torch.cuda.is_available()
+        preset = "h100" if on_gpus else "laptop"
+    if preset != values.get("preset"):  # a checkpoint has the values of its own preset
+        presets = [(name, PRESETS.get(name)) for name in preset.split("+")]
+        if "laptop" in dict(presets):
+            presets.insert(0, ("laptop", LAPTOP_ARCHITECTURE))  # the others come after it, and win
+        for name, fields in presets:
+            if fields is None:
+                raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
+            values |= fields
+            origins |= dict.fromkeys(fields, f"preset {name}")
+    values |= options | dict(preset=preset)
+    origins |= dict.fromkeys(options, "command line")
+    hp = Hyperparameters(**values)
+    hp.origins = origins
+    validate(hp)
+    # lengths that a preset sets are fitted to the batch and to the hardware later
+    check_sequences(hp, tuple(name for name in SEQUENCE_LENGTHS if name in options))
+    return hp
+
+
+def parse_command_line(arguments: list[str]) -> Hyperparameters:
+    """Without --resume, which main handles."""
+    return resolve(parse_options(arguments))
+
+
+def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, list[str]]:
+    """(hyperparameters, notes) of a run that continues with its checkpoint's own values.
+
+    Refuses options that change the training, unless --resume_anyway is given.
+    """
+    hp = resolve(options, run.checkpoint)
+    saved = asdict(Hyperparameters(**run.checkpoint["hyperparameters"]))
+    changed = {name: f"{name} {saved[name]!r} → {value!r}" for name, value in asdict(hp).items()
+               if value != saved[name]
+               and name not in ("resume", "resume_anyway", "run_id", "show")}
+    refused = [text for name, text in changed.items() if name not in MAY_CHANGE_ON_RESUME]
+    if refused and not options.get("resume_anyway"):
+        raise UserError(f"--resume={hp.resume}: this changes the training of the checkpoint: "
+                        f"{', '.join(refused)}; leave these options out, or add --resume_anyway")
+    notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
+    with contextlib.suppress(UserError):  # the values of this file may not go with the options
+        in_file = asdict(resolve(options | dict(preset=hp.preset)))
+        edited = [f"{name}={in_file[name]} (checkpoint: {value})" for name, value in saved.items()
+                  if value != in_file[name] and name not in MAY_CHANGE_ON_RESUME
+                  and hp.origins[name] not in ("command line", "checkpoint", "hardware")]
+        if edited:
+            notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
+    return hp, notes
+
+
+def check_types(hp: Hyperparameters) -> None:
+    """Values may come from an edited default or from a file."""
+    for name, kind in FIELDS.items():
+        value = getattr(hp, name)
+        accepted = int | float if kind is float else kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise UserError(f"{name} = {value!r}: expected {KINDS[kind]}")
+
+
+def nearest_multiple(number: int, unit: int) -> int:
+    return max(round(number / unit), 1) * unit
+
+
+def need(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
+    if not holds:
+        raise UserError(f"--{name}={getattr(hp, name)}: expected {expected}")
+
+
+def validate(hp: Hyperparameters) -> None:
+    """Refuse impossible values and combinations, each in one sentence."""
+    check_types(hp)
+    for name, kind in FIELDS.items():
+        if kind in (int, float):
+            lowest = AT_LEAST.get(name, 0)
+            need(hp, getattr(hp, name) >= lowest, name, f"at least {lowest}")
+    for name, highest in AT_MOST.items():
+        need(hp, getattr(hp, name) <= highest, name, f"at most {highest}")
+    for name, choices in CHOICES.items():
+        is_tuple = isinstance(getattr(hp, name), tuple)
+        need(hp, is_tuple or getattr(hp, name) in choices, name, f"one of {', '.join(choices)}")
+    for name in ("train_files", "val_files", "log_dir"):
+        need(hp, getattr(hp, name) != "", name, "a path")
+    need(hp, re.fullmatch(r"[\w.+-]*", hp.run_id) and hp.run_id not in (".", ".."), "run_id",
+         "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
+    unit = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1)
+    need(hp, hp.model_dim % unit == 0, "model_dim",
+         f"a multiple of {unit} (4 × num_heads{', and 16 for FP8' if hp.fp8_head else ''}); the "
+         f"nearest is {nearest_multiple(hp.model_dim, unit)}")
+    need(hp, not (hp.align_documents and hp.segment_tokens), "align_documents",
+         "false where segment_tokens is set: a segment starts anywhere")
+    need(hp, not (hp.align_documents and hp.ngram_order), "align_documents",
+         "false where n-grams are counted (ngram_order), which takes what the batches leave over")
+    if hp.ngram_order:
+        need(hp, hp.padded_vocab <= 512, "ngram_order", "0 with more than 512 tokens: contexts are "
+             "integers of 9 bits a token")
+        need(hp, hp.ngram_tokens > 0, "ngram_tokens", "the number of tokens to count, such as 1e7")
+    lengths_exist = all(length in range(1, 65) for length in hp.copy_lengths)
+    need(hp, lengths_exist and [*hp.copy_lengths] == sorted({*hp.copy_lengths}), "copy_lengths",
+         "lengths from 1 to 64, in order")
+    need(hp, hp.document_token < hp.vocab_size, "document_token",
+         f"less than vocab_size={hp.vocab_size}")
+    for name, layers in (("no_attention", hp.layers_without_attention),
+                         ("short_window_layers", hp.layers_with_short_window)):
+        need(hp, all(layer in range(hp.num_layers) for layer in layers), name,
+             f"layers from 0 to {hp.num_layers - 1}")
+    need(hp, len(hp.value_tables) == hp.num_layers, "value_layout",
+         f"one entry for each of the {hp.num_layers} layers")
+    if hp.sample:
+        need(hp, hp.checkpoint != "", "checkpoint", "a model.pt or a run's folder to sample from")
+
+
+def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
+                    world_size: int = 1) -> None:
+    """Check the named lengths against the batch, its segments and the validation.
+
+    First those that the user gave (resolve), then all, as fit_to_hardware left them (main).
+    """
+    for name in names:
+        need(hp, getattr(hp, name) % BLOCK == 0, name, "a multiple of the mask's block of "
+             f"{BLOCK}; the nearest is {nearest_multiple(getattr(hp, name), BLOCK)}")
+    if "sequence_tokens" in names:
+        sequence = hp.sequence_tokens
+        need(hp, sequence <= hp.batch_tokens, "sequence_tokens",
+             f"at most batch_tokens={hp.batch_tokens}")
+        unit = world_size * sequence
+        ranks = f"{world_size} ranks × " if world_size > 1 else ""
+        need(hp, hp.batch_tokens % unit == 0, "batch_tokens",
+             f"a multiple of {ranks}sequence_tokens={sequence}; the nearest is "
+             f"{nearest_multiple(hp.batch_tokens, unit)}")
+        need(hp, sequence % (hp.segment_tokens or 1) == 0, "segment_tokens",
+             f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
+    else:
+        need(hp, hp.batch_tokens % BLOCK == 0, "batch_tokens",
+             f"a multiple of {BLOCK}; the nearest is {nearest_multiple(hp.batch_tokens, BLOCK)}")
+    val_name = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
+    if val_name in names:
+        unit = getattr(hp, val_name)
+        for name in ("val_tokens", "val_start"):
+            need(hp, getattr(hp, name) % unit == 0, name, f"a multiple of {val_name}={unit}; "
+                 f"the nearest is {nearest_multiple(getattr(hp, name), unit)}")
+
+
+def show(hp: Hyperparameters) -> None:
+    """Every value with its origin, and what run.sh needs to know."""
+    for name, value in asdict(hp).items():
+        print(f"{name}={value}\t# {hp.origins[name]}")
+    gpus = torch.cuda.device_count() if hp.device in ("auto", "cuda") else 0
+    print(f"gpus={gpus}\t# that this PyTorch can use for the run")
+    print(f"fetch={missing_data(hp)}\t# what run.sh fetches first")
+
+
+def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
+    """Score or sample from a saved model."""
+    join_group(hardware)
+    model = load_model(hp.checkpoint, hardware)
+    if hp.hellaswag:
+        text = score_hellaswag(hp.hellaswag, model, hardware)["line"]
+    else:
+        text = printable(sample(model, hp.sample, hp))
+    if hardware.rank == 0:
+        print(text)
+    return 0
+
+
+def print_error(error: UserError | str) -> int:
+    """Print the error as one line, and return the exit code.
+
+    Most errors are the same on all ranks. Rank 0 of a machine prints first, and torchrun then ends
+    the others while they wait.
+    """
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)
+    where = "error" if rank == "0" else f"error on rank {rank}"
+    print(f"{where}: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
+    """The hyperparameters of the run, its folder and the checkpoint that it resumes from."""
+    asked = Hyperparameters(**options)
+    if asked.checkpoint or (asked.show and not asked.resume):
+        return resolve(options), Run(Path())
+    if not asked.resume:
+        resolve(options)  # refuses wrong options before anything else
+    run = find_run(asked)
+    if not run.checkpoint:
+        return resolve(options), run
+    hp, notes = resume_hyperparameters(options, run)
+    run.notes += notes
+    return hp, run
+
+
+def main(arguments: list[str]) -> int:
+    code = None         # until the run has finished
+    hardware = None
+    try:
+        if {"--help", "-h"} & set(arguments):
+            build_parser(resolve({})).print_help()
+            return 0
+        hp, run = prepare_run(parse_options(arguments))
+        if hp.show:
+            show(hp)
+            return 0
+        hardware = find_hardware(hp)
+        prepare_device(hp, hardware)
+        if hp.checkpoint:
+            code = use_model(hp, hardware)
+        else:
+            run.notes += fit_to_hardware(hp, hardware, keep=run.checkpoint is not None)
+            check_sequences(hp, world_size=hardware.world_size)
+            code = train(hp, hardware, open_data(hp, hardware), run)
+        return code
+    except UserError as error:
+        return print_error(error)
+    except (RuntimeError, MemoryError) as error:
+        if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            # at once: to destroy a group that hangs would hang too
+            os._exit(print_error(find_silent_ranks(error)))
+        out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not out_of_memory and "can't allocate memory" not in str(error):
+            raise
+        if hardware is None or hp.checkpoint:
+            return print_error("out of memory; close other programs, or use another device")
+        return print_error(f"out of memory with --sequence_tokens={hp.sequence_tokens}; "
+                           f"{less_memory(hp, hardware)}")
+    except KeyboardInterrupt:  # before the first step; from then on SignalHandler takes it
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted: there was nothing to save", file=sys.stderr)
+        os._exit(128 + signal.SIGINT)
+    finally:
+        leave_group(finished=code is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
