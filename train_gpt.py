@@ -2639,8 +2639,12 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
     attention_layers = hp.num_layers - len(hp.layers_without_attention)
     embeddings = (1 + num_tables) * rows * hp.model_dim * (itemsize if hp.bf16_embeddings else 4)
     head = 4 * hp.padded_vocab * hp.model_dim
-    num_suggestions = len(hp.copy_lengths) + (1 if hp.ngram_order else 0)
-    suggestions = 4 * num_suggestions * (hp.padded_vocab + 1) * hp.model_dim    # a table, a gate
+    suggestion_rows = len(hp.copy_lengths) * (hp.padded_vocab + 1)  # tables, gates
+    if hp.copy_lengths:
+        suggestion_rows += 1                                        # what was not found
+    if hp.ngram_order:
+        suggestion_rows += hp.padded_vocab + 1
+    suggestions = 4 * suggestion_rows * hp.model_dim
     matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
     parameters = 5 * (embeddings + head + suggestions)  # weights, gradients twice, two moments
     parameters += 3 * matrices                          # weights, gradients twice

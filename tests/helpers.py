@@ -36,6 +36,7 @@ TINY_FIELDS = dict(vocab_size=200, document_token=7, num_steps=12, batch_tokens=
 # A run of a second: two mask blocks, several documents and a growing window.
 TINY = ["--device=cpu", "--preset=laptop", "--num_steps=4", "--batch_tokens=1024",
         "--sequence_tokens=256", "--segment_tokens=128", "--val_tokens=1024", "--val_start=0",
+        "--val_sequence_tokens=0",
         "--num_layers=4", "--num_heads=2", "--model_dim=32", "--vocab_size=64",
         "--document_token=63", "--window_start=128", "--window_end=256", "--log_every=1",
         "--sample_tokens=3"]

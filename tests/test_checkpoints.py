@@ -312,11 +312,11 @@ def test_options_that_change_the_training_are_refused_and_others_listed(cut):
     with pytest.raises(train_gpt.UserError) as refused:
         prepare(*arguments)
     assert str(refused.value) == (
-        f"--resume={folder}: this changes the training of the checkpoint: head_rate 0.008 → 0.5, "
+        f"--resume={folder}: this changes the training of the checkpoint: head_rate 0.004 → 0.5, "
         "muon_rate 0.05 → 0.01; leave these options out, or add --resume_anyway")
     hp, resumed = prepare(*arguments, "--resume_anyway")
     assert (hp.muon_rate, hp.head_rate, hp.log_every) == (0.01, 0.5, 2)
-    assert resumed.notes[-1] == ("changed since the checkpoint: head_rate 0.008 → 0.5, muon_rate "
+    assert resumed.notes[-1] == ("changed since the checkpoint: head_rate 0.004 → 0.5, muon_rate "
                                  "0.05 → 0.01, log_every 1 → 2")
 
 

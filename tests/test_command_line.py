@@ -293,7 +293,7 @@ def test_an_edited_device_is_used_and_decides_the_preset(edited, monkeypatch):
 
 def test_an_edit_of_the_laptop_run_is_used(edited):
     module = edited(("num_steps=950, batch_tokens=4096", "num_steps=321, batch_tokens=8192"),
-                    ("num_layers=2, num_heads=3", "num_layers=4, num_heads=3"),
+                    ("num_layers=2, num_heads=2", "num_layers=4, num_heads=2"),
                     ('    value_layout="per_layer", no_attention="none",',
                      '    value_layout=(0, 1, 1, 0), no_attention=(2,),'))
     hp = module.resolve(dict(preset="laptop"))
@@ -354,7 +354,7 @@ def test_a_comment_may_be_edited_or_left_out(edited, capsys, ending):
 
 
 def test_help_shows_layouts_that_are_tuples(edited, capsys):
-    module = edited(("num_layers=2, num_heads=3", "num_layers=4, num_heads=3"),
+    module = edited(("num_layers=2, num_heads=2", "num_layers=4, num_heads=2"),
                     ('    value_layout="per_layer", no_attention="none",',
                      '    value_layout=(0, 1, 1, 0), no_attention=(),'))
     assert module.main(["--help"]) == 0
@@ -364,7 +364,8 @@ def test_help_shows_layouts_that_are_tuples(edited, capsys):
 # ---- refusals ----
 
 SHAPE = ["--preset=laptop", "--sequence_tokens=4096", "--batch_tokens=4096", "--val_tokens=4096",
-         "--val_start=0", "--segment_tokens=512", "--num_layers=4", "--num_heads=2",
+         "--val_start=0", "--val_sequence_tokens=0", "--segment_tokens=512", "--num_layers=4",
+         "--num_heads=2",
          "--model_dim=128"]
 
 # (the value that is refused, what is expected)

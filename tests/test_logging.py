@@ -88,7 +88,7 @@ def test_the_header_has_the_command_and_every_value_with_its_origin(data, tmp_pa
     assert start["command"] == sys.argv
     assert "\ncommand: train_gpt.py --preset=laptop --sample=two words\n" in result.log
     assert start["hyperparameters"]["muon_rate"] == 0.03
-    origins = dict(muon_rate="command line", target_loss="preset laptop", embed_rate="default")
+    origins = dict(muon_rate="command line", target_loss="preset laptop", scalar_rate="default")
     for name, origin in origins.items():
         assert start["origins"][name] == origin
         assert f"\n{name}: {start['hyperparameters'][name]!r}  # {origin}\n" in result.log

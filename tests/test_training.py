@@ -178,7 +178,7 @@ def test_a_state_makes_another_trainer_the_same_except_for_its_rates(data):
     slower = make_trainer(hyperparameters(data, "--muon_rate=0.01", "--head_rate=0.002"))
     slower.load_state_dict(state)
     adam, muon = slower.optimizers
-    assert [group["base_lr"] for group in adam.param_groups] == [0.6, 0.002, 0.04]
+    assert [group["base_lr"] for group in adam.param_groups] == [1.2, 0.002, 0.04]
     assert {group["base_lr"] for group in muon.param_groups} == {0.01}
 
 

@@ -8,6 +8,7 @@ from helpers import ROOT
 pytestmark = needs_triton
 
 
+@slow
 def test_bytes_of_known_kernels():
     for name, (counted, right) in result("cost_cases.py", depth="wrapper").items():
         assert counted == right, name

@@ -178,5 +178,6 @@ def test_logits_in_fp32_are_caught():
     assert eager["forward"][0] == eager["backward"][0] == 4 * 8192 * 50304
 
 
+@slow
 def test_the_harness_catches_mistakes():
     print(run("negative.py", depth="ptx", world_size=8))
