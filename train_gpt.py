@@ -253,6 +253,10 @@ class Hyperparameters:
         tables = sorted({*used} - {None})
         return tuple(None if table is None else tables.index(table) for table in used)
 
+    @property
+    def num_value_tables(self) -> int:
+        return len({*self.value_tables} - {None})
+
 
 FIELDS = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
 
@@ -662,15 +666,15 @@ def document_ids(inputs: Tensor, document_token: int, segment_tokens: int) -> Te
     return starts.cumsum(0, dtype=torch.int32)
 
 
-def build_mask(documents: Tensor, window: Tensor, attention: str, max_blocks_back: int,
+def build_mask(documents: Tensor, window: Tensor, attention: str, band_blocks: int,
                flex_options: dict | None = None) -> Mask:
     """documents: the index of each token's document, which never falls along the sequence.
 
-    window: int32 (tokens, blocks) of window_at; max_blocks_back: of the whole run.
+    window: int32 (tokens, blocks) of window_at; band_blocks: max_blocks_back of the run.
     """
     if attention == "flex":
         return Mask(flex_block_mask(documents, window), flex_options)
-    band_blocks = min(max_blocks_back, len(documents) // BLOCK - 1)
+    band_blocks = min(band_blocks, len(documents) // BLOCK - 1)
     is_eager = not torch.compiler.is_compiling()  # a graph has one shape
     if is_eager and documents.device.type == "cpu":
         band_blocks = min(band_blocks, blocks_back(*window.tolist()))  # a narrow window costs less
@@ -1063,14 +1067,13 @@ def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[T
     A match is an earlier occurrence, in the same document, of the `length` tokens up to here.
     """
     num_tokens = len(inputs)
-    position = torch.arange(num_tokens, device=inputs.device)
+    unmatched = -1 - torch.arange(num_tokens, device=inputs.device)  # keys that match nothing
     key = documents.long()
     keys = []
     for length in range(1, lengths[-1] + 1):  # a hash of the document and of the last tokens
         key = key * 0x5851F42D4C957F2D + F.pad(inputs, (length - 1, 0))[:num_tokens] + 1
         if length in lengths:
             in_document = documents == F.pad(documents, (length - 1, 0), value=-1)[:num_tokens]
-            unmatched = -1 - position
             keys.append(torch.where(in_document, key & (2**62 - 1), unmatched))
     sorted_keys, order = torch.sort(torch.stack(keys), stable=True)
     repeated = sorted_keys[:, 1:] == sorted_keys[:, :-1]
@@ -1147,13 +1150,12 @@ class GPT(nn.Module):
         self.value_tables = hp.value_tables             # here: Dynamo cannot trace their
         self.short_layers = hp.layers_with_short_window  # computation in forward
         rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
-        num_tables = len({*hp.value_tables} - {None})
         rotary = Rotary(hp.model_dim // hp.num_heads,
                         max(hp.sequence_tokens, hp.val_sequence_tokens), hp.rotary_base,
                         hp.rotary_fraction, hp.rotary_endpoint)
         self.embed = nn.Embedding(rows, hp.model_dim)
         self.value_embeds = nn.ModuleList(nn.Embedding(rows, hp.model_dim)
-                                          for _ in range(num_tables))
+                                          for _ in range(hp.num_value_tables))
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(hp.num_layers))
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers - hp.num_layers // 2))
         self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
@@ -1431,10 +1433,13 @@ def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Ten
 
 # ── which parameter goes where ────────────────────────────────────────────────────────────────────
 
+def base_rates(hp: Hyperparameters) -> dict[str, float]:
+    return dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
+
+
 def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
     """The parameters of each group by name: every parameter is in exactly one."""
-    rates = dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
-    groups = {kind: dict(lr=lr, params={}) for kind, lr in rates.items()}
+    groups = {kind: dict(lr=lr, params={}) for kind, lr in base_rates(hp).items()}
     for name, p in model.named_parameters():
         if "embed" in name:
             kind = "embed"
@@ -1802,20 +1807,22 @@ class Logger:
             self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
                             file=sys.stdout)
         machine = environment(hardware)
-        about = source_metadata()
+        source = Path(__file__).read_text(encoding="utf-8")
+        about = source_metadata(source)
         if self.sizes["log.txt"]:  # the source may have changed since
             self.put("log.txt", "\n".join(describe_source(about)))
         else:
-            self.write_header(hp, data, about, machine)
+            self.write_header(hp, data, source, about, machine)
         self.write(*describe(machine), *describe_preset(hp), *run.notes)
 
-    def write_header(self, hp: Hyperparameters, data: Data, about: dict, machine: dict) -> None:
+    def write_header(self, hp: Hyperparameters, data: Data, source: str, about: dict,
+                     machine: dict) -> None:
         """All that is needed to repeat the run: source, command, hyperparameters, machine, data."""
         shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
                   for shard in (*data.train.shards, *data.val.shards)}
         values = asdict(hp)
         self.put("log.txt", "\n".join([
-            Path(__file__).read_text(encoding="utf-8"), SEPARATOR, *describe_source(about),
+            source, SEPARATOR, *describe_source(about),
             *(f"{name}: {value!r}  # {hp.origins[name]}" for name, value in values.items()),
             *describe(machine),
             *(f"shard: {path} {shard['tokens']:,} tokens sha256 {shard['sha256'] or 'unknown'}"
@@ -1899,8 +1906,7 @@ def warn(sentence: str) -> None:
 def step_metrics(trainer: Trainer, clock: Clock, step: int) -> dict:
     """What a line of metrics.jsonl says besides the loss; all of it is known on the host."""
     hp = trainer.hp
-    rates = dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
-    return dict(rates={kind: rate * rate_at(hp, step) for kind, rate in rates.items()},
+    return dict(rates={kind: rate * rate_at(hp, step) for kind, rate in base_rates(hp).items()},
                 momentum=momentum_at(hp, step),
                 window=[size if size < NO_LIMIT else None for size in window_at(hp, step)],
                 times_ms=clock.now(), memory_mib=peak_memory_mib(trainer.hardware.device))
@@ -1913,10 +1919,10 @@ def peak_memory_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def source_metadata() -> dict:
+def source_metadata(source: str) -> dict:
     return dict(command=sys.argv, commit=command_output("git", "rev-parse", "HEAD") or None,
                 dirty=bool(command_output("git", "status", "--porcelain", "-uno")),
-                source_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
+                source_sha256=hashlib.sha256(source.encode()).hexdigest())
 
 
 def describe_source(about: dict) -> list[str]:
@@ -2635,9 +2641,9 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
     """
     itemsize = hardware.dtype.itemsize
     rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
-    num_tables = len({table for table in hp.value_tables if table is not None})
     attention_layers = hp.num_layers - len(hp.layers_without_attention)
-    embeddings = (1 + num_tables) * rows * hp.model_dim * (itemsize if hp.bf16_embeddings else 4)
+    embedding_itemsize = itemsize if hp.bf16_embeddings else 4
+    embeddings = (1 + hp.num_value_tables) * rows * hp.model_dim * embedding_itemsize
     head = 4 * hp.padded_vocab * hp.model_dim
     suggestion_rows = len(hp.copy_lengths) * (hp.padded_vocab + 1)  # tables, gates
     if hp.copy_lengths:

@@ -554,3 +554,9 @@ def test_other_tiles_fit_by_their_own_arithmetic(kibibytes, head_bytes):
     (side,) = {value for name, value in tiles.items() if "BLOCK" in name}
     assert side in (16, 32, 64) and BLOCK % side == 0
     assert 6 * side * head_bytes <= kibibytes * 1024
+
+
+def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
+    alone = train_gpt.available_bytes(train_gpt.Hardware())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert train_gpt.available_bytes(train_gpt.Hardware(world_size=4)) == alone / 4

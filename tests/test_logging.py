@@ -20,6 +20,7 @@ from helpers import (
     Result,
     before_step,
     make_data,
+    run,
     send_signal,
     trained,
     write_manifest,
@@ -324,3 +325,11 @@ def test_a_terminal_that_goes_does_not_stop_training(data, tmp_path, capsys, mon
         "warning: standard output can no longer be written (Input/output error); training "
         "continues"]
     assert Result(tmp_path / "t").steps[-1].startswith("step:6/6 val_loss")
+
+
+def test_an_output_that_is_not_utf8_is_dropped_and_training_continues(data):
+    process = run([*TINY, *data, "--run_id=ascii"], PYTHONIOENCODING="ascii")
+    assert process.returncode == 0, process.stderr
+    assert "warning: standard output can no longer be written ('ascii' codec" in process.stderr
+    log_dir = Path(data[-1].removeprefix("--log_dir="))
+    assert "final validation loss" in Result(log_dir / "ascii").log.rpartition(SEPARATOR)[2]

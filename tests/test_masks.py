@@ -251,3 +251,8 @@ def test_a_window_costs_what_it_sees():
         window = torch.tensor([NO_LIMIT, blocks], dtype=torch.int32)
         mask = build_mask(documents, window, "banded", 3)
         assert mask.bias.shape == (4, 1, BLOCK, blocks * BLOCK)
+    # elsewhere the window is not read, which would wait for the device: on "meta" it cannot be
+    elsewhere = build_mask(documents.to("meta"), window.to("meta"), "banded", 3)
+    assert elsewhere.bias.shape == (4, 1, BLOCK, 4 * BLOCK)
+    elsewhere = build_mask(documents.to("meta"), window.to("meta"), "banded", 1)
+    assert elsewhere.bias.shape == (4, 1, BLOCK, 2 * BLOCK)
