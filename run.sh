@@ -57,7 +57,8 @@ set_up() {
     "$python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
-setting() { sed -n "s/^$1=//p" <<<"$settings" | cut -f1; }  # a line is name=value<TAB># comment
+# --show prints lines of name=value<TAB># origin
+setting() { sed -n "s/^$1=//p" <<<"$settings" | cut -f1; }
 
 # Sets settings to what train_gpt.py makes of the options; it says itself what is wrong with them.
 read_settings() {
@@ -103,7 +104,7 @@ launch() {
     export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"  # no traces of lost connections
     # a signal gives the ranks 120 s to finish the step and save
     exec "$python" - --nproc_per_node="$processes" --max-restarts="${MAX_RESTARTS:-0}" \
-        --shutdown-timeout=120 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$@" <<'PY'
+        --shutdown-timeout=120 --signals-to-handle=SIGTERM,SIGINT,SIGUSR1 "$@" <<'PY'
 # torchrun; with the exit code of the first rank that failed, and no restart after a stop
 import logging, os, sys
 from torch.distributed.launcher import api

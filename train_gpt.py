@@ -385,7 +385,6 @@ class Hardware:
     why_not_compiled: str = ""
     timeout: float = 600.0                      # seconds that a collective may take
     launcher_pid: int = 0                       # torchrun's process, on one machine; 0: none
-    give_up_at: float = math.inf                # time.monotonic() after which waiting fails
     memory_bytes: float = math.inf              # what a run may use of the device
 
 
@@ -1698,6 +1697,8 @@ class Run:
     checkpoint: dict | None = None
     log_sizes: dict = dataclasses.field(default_factory=dict)   # of the logs at the checkpoint
     notes: list[str] = dataclasses.field(default_factory=list)  # for the log
+    # of this file, for the log: read at the start, since it may be edited during the run
+    source: str = dataclasses.field(default_factory=lambda: Path(__file__).read_text("utf-8"))
 
 
 def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
@@ -1738,7 +1739,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
             save_due = hp.save_every and (last_step or step % hp.save_every == 0)
             val_due = last_step or (hp.val_every and step % hp.val_every == 0)
             if save_due or val_due or trainer.stopping:
-                log.losses(trainer, clock, trainer.read_losses())
+                log.train_losses(trainer, clock, trainer.read_losses())
             if save_due and step > saved_step:
                 save_checkpoint(trainer, saver, log, clock, step)
                 saved_step = step
@@ -1758,7 +1759,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
                 break
             signals.check_launcher()  # stops if torchrun was killed
             losses = trainer.step(data.train.next_batch(), step)
-            log.losses(trainer, clock, losses)
+            log.train_losses(trainer, clock, losses)
             if profiler:
                 profiler.step()
         clock.switch(None)
@@ -1802,33 +1803,31 @@ class Logger:
                 self.sizes[name] = os.fstat(file.fileno()).st_size
         if sys.stdout:  # None: closed by whoever started this process
             self.sinks["standard output"] = sys.stdout
-        if sys.stdout and sys.stdout.isatty():
-            done = run.checkpoint["step"] if run.checkpoint else 0
-            self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
-                            file=sys.stdout)
+            if sys.stdout.isatty():
+                done = run.checkpoint["step"] if run.checkpoint else 0
+                self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
+                                file=sys.stdout)
+        self.write_start(run, hp, hardware, data)
+
+    def write_start(self, run: Run, hp: Hyperparameters, hardware: Hardware, data: Data) -> None:
+        """All that is needed to repeat the run: source, command, hyperparameters, machine, data."""
         machine = environment(hardware)
-        source = Path(__file__).read_text(encoding="utf-8")
-        about = source_metadata(source)
-        if self.sizes["log.txt"]:  # the source may have changed since
+        about = source_metadata(run.source)
+        if self.sizes["log.txt"]:  # resumed, perhaps with another source
             self.put("log.txt", "\n".join(describe_source(about)))
         else:
-            self.write_header(hp, data, source, about, machine)
+            values = asdict(hp)
+            shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
+                      for shard in (*data.train.shards, *data.val.shards)}
+            self.put("log.txt", "\n".join([
+                run.source, SEPARATOR, *describe_source(about),
+                *(f"{name}: {value!r}  # {hp.origins[name]}" for name, value in values.items()),
+                *describe(machine),
+                *(f"shard: {path} {shard['tokens']:,} tokens sha256 {shard['sha256'] or 'unknown'}"
+                  for path, shard in shards.items()), SEPARATOR]))
+            self.record(start=True, **about, hyperparameters=values, origins=hp.origins,
+                        environment=machine, shards=shards)
         self.write(*describe(machine), *describe_preset(hp), *run.notes)
-
-    def write_header(self, hp: Hyperparameters, data: Data, source: str, about: dict,
-                     machine: dict) -> None:
-        """All that is needed to repeat the run: source, command, hyperparameters, machine, data."""
-        shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
-                  for shard in (*data.train.shards, *data.val.shards)}
-        values = asdict(hp)
-        self.put("log.txt", "\n".join([
-            source, SEPARATOR, *describe_source(about),
-            *(f"{name}: {value!r}  # {hp.origins[name]}" for name, value in values.items()),
-            *describe(machine),
-            *(f"shard: {path} {shard['tokens']:,} tokens sha256 {shard['sha256'] or 'unknown'}"
-              for path, shard in shards.items()), SEPARATOR]))
-        self.record(start=True, **about, hyperparameters=values, origins=hp.origins,
-                    environment=machine, shards=shards)
 
     def write(self, *lines: str) -> None:
         self.put("log.txt", "\n".join(lines))
@@ -1854,7 +1853,7 @@ class Logger:
             del self.sinks[name]
             warn(f"{name} can no longer be written ({reason_of(error)})")
 
-    def losses(self, trainer: Trainer, clock: Clock, losses: dict[int, float]) -> None:
+    def train_losses(self, trainer: Trainer, clock: Clock, losses: dict[int, float]) -> None:
         for step, loss in losses.items():
             self.step(trainer, clock, step, train_loss=loss)
 
@@ -1876,8 +1875,13 @@ class Logger:
             if is_validation or self.bar is None:
                 self.put("standard output", line)
             schedule_step = step if is_validation else step - 1  # steps count from 0 in schedules
-            self.record(step=step, tokens=step * hp.batch_tokens, **values,
-                        **step_metrics(trainer, clock, schedule_step))
+            rates = {kind: rate * rate_at(hp, schedule_step)
+                     for kind, rate in base_rates(hp).items()}
+            window = [size if size < NO_LIMIT else None for size in window_at(hp, schedule_step)]
+            self.record(step=step, tokens=step * hp.batch_tokens, **values, rates=rates,
+                        momentum=momentum_at(hp, schedule_step), window=window,
+                        times_ms=clock.now(),
+                        memory_mib=peak_memory_mib(trainer.hardware.device))
         if self.bar is not None:
             tokens_per_second = 1000 * step * hp.batch_tokens / max(train_ms, 1)
             self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s",
@@ -1901,15 +1905,6 @@ def profile_steps(hp: Hyperparameters, hardware: Hardware, folder: Path):
 def warn(sentence: str) -> None:
     with contextlib.suppress(OSError):  # where even that cannot be written
         print(f"warning: {sentence}; training continues", file=sys.stderr, flush=True)
-
-
-def step_metrics(trainer: Trainer, clock: Clock, step: int) -> dict:
-    """What a line of metrics.jsonl says besides the loss; all of it is known on the host."""
-    hp = trainer.hp
-    return dict(rates={kind: rate * rate_at(hp, step) for kind, rate in base_rates(hp).items()},
-                momentum=momentum_at(hp, step),
-                window=[size if size < NO_LIMIT else None for size in window_at(hp, step)],
-                times_ms=clock.now(), memory_mib=peak_memory_mib(trainer.hardware.device))
 
 
 def peak_memory_mib(device: torch.device) -> float:
@@ -2016,7 +2011,7 @@ class Saver:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            if keep:  # a later one is of an attempt before: damaged, say
+            if keep:  # later steps are damaged files that resume has skipped: they do not count
                 older = [old for old in checkpoints(self.folder) if step_of(old) <= step_of(path)]
                 for old in older[:-keep]:
                     old.unlink(missing_ok=True)
@@ -2045,12 +2040,12 @@ def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, s
                    trainer.hp.keep_checkpoints)
 
 
-# What a checkpoint holds besides what a model.pt does.
+# Entries of a checkpoint that a model.pt does not have.
 TRAINING_STATE = {"adam", "muon", "batch_index", "rng_state", "origins", "clock_ms", "log_sizes"}
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """By step, the latest last."""
+    """The checkpoints of a run, sorted by step."""
     return sorted(folder.glob("checkpoint_*[0-9].pt"), key=step_of)
 
 
@@ -2108,43 +2103,40 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
 def find_run(hp: Hyperparameters) -> Run:
     """The folder of the run and the checkpoint to resume from, by hp.resume and hp.run_id."""
     logs = Path(hp.log_dir)
+    # plain torchrun names all its jobs "none"
     job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
-    folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun
-
-    if hp.resume == "" and restarted:  # in the folder that this job made before it failed
-        made = logs.glob(f"????-??-??_??????_{job}")
-        return resume_newest(folder if hp.run_id else max(made, default=folder))
-
-    if hp.resume == "":
-        if (folder / "log.txt").exists() or checkpoints(folder):
-            raise UserError(f"--run_id={hp.run_id}: {folder} holds a run already; add "
-                            "--resume=auto, or give another name")
-        return Run(folder)
+    folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
+    resume = Path(hp.resume)
 
     if hp.resume == "auto":
         if not hp.run_id:  # the run that was saved last
             saved = logs.glob("*/checkpoint_*[0-9].pt")
-            folder = max(saved, key=os.path.getmtime, default=folder / "none").parent
+            newest = max(saved, key=os.path.getmtime, default=None)
+            folder = newest.parent if newest else folder
         return resume_newest(folder)
 
-    path = Path(hp.resume)
-    if path.is_dir():
-        if not checkpoints(path):
-            raise UserError(f"--resume={path}: there is no checkpoint; give another folder")
-        return resume_newest(path)
+    if hp.resume and resume.is_dir():
+        if not checkpoints(resume):
+            raise UserError(f"--resume={resume}: there is no checkpoint; give another folder")
+        return resume_newest(resume)
 
-    # a checkpoint: a new run from there, in a folder of its own
-    checkpoint = read_checkpoint(path, with_training_state=True)
-    if not hp.run_id:
-        old_folder = path.resolve().parent
-        folder = old_folder.with_name(f"{old_folder.name}_from_{checkpoint['step']}_{job}")
-    if restarted and checkpoints(folder):
-        return resume_newest(folder)
-    if not restarted and (folder / "log.txt").exists():  # plain torchrun names all its jobs alike
-        raise UserError(f"--resume={path}: {folder} holds a run already; resume that folder, or "
-                        "move it")
-    return Run(folder, checkpoint, notes=[f"resuming from {path}, step {checkpoint['step']}"])
+    run = Run(folder)  # a new run, from step 0 or from a checkpoint
+    if hp.resume:
+        run.checkpoint = read_checkpoint(resume, with_training_state=True)
+        step = run.checkpoint["step"]
+        run.notes.append(f"resuming from {resume}, step {step}")
+        if not hp.run_id:
+            old_folder = resume.resolve().parent
+            run.folder = old_folder.with_name(f"{old_folder.name}_from_{step}_{job}")
+    elif restarted and not hp.run_id:  # in the folder that this job made before it failed
+        run.folder = max(logs.glob(f"????-??-??_??????_{job}"), default=folder)
+    if restarted:
+        return resume_newest(run.folder) if checkpoints(run.folder) else run
+    if (run.folder / "log.txt").exists() or checkpoints(run.folder):
+        raise UserError(f"{run.folder} holds a run already; continue it with "
+                        f"--resume={run.folder}, or give another --run_id")
+    return run
 
 
 def resume_newest(folder: Path) -> Run:
@@ -2160,6 +2152,8 @@ def resume_newest(folder: Path) -> Run:
         return Run(folder, checkpoint, checkpoint["log_sizes"], notes)
     if notes:
         raise UserError(f"{folder} cannot be resumed: {'; '.join(notes)}")
+    if (folder / "model.pt").exists():
+        raise UserError(f"{folder} holds a finished run without checkpoints; give another --run_id")
     return Run(folder, notes=["no checkpoint to resume from: a new run"])
 
 
@@ -2171,7 +2165,7 @@ def load_model(path: str, hardware: Hardware) -> GPT:
         file = saved[-1] if saved else file / "model.pt"
     state = read_checkpoint(file)
     hp = Hyperparameters(**state["hyperparameters"])
-    hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # here: the longest context
+    hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # bounds the rotary table and the context
     hp.val_sequence_tokens = 0
     with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
         model = GPT(hp, hardware.dtype, "banded")
@@ -2230,7 +2224,7 @@ def text_codec(hp: Hyperparameters) -> tuple:
         return vocabulary.gpt2_codec()
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Escape control characters, which could change the terminal's state."""
     return "".join(character if character.isprintable() or character in "\n\t"
                    else character.encode("unicode_escape").decode() for character in text)
@@ -2248,10 +2242,10 @@ def sample(model: GPT, prompt: str, settings: Hyperparameters) -> str:
     device = model.skip_weights.device
     generator = torch.Generator().manual_seed(settings.seed)
     window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=device)
-    # the window of one layer; a longer context costs more time for every token of the sample
-    room = min(hp.sequence_tokens, (max_blocks_back(hp) + 2) * BLOCK)
+    # the window of one layer: a longer context would make every token of the sample slower
+    max_context = min(hp.sequence_tokens, (max_blocks_back(hp) + 2) * BLOCK)
     for _ in range(settings.sample_tokens):
-        context = tokens[-room:]
+        context = tokens[-max_context:]
         padding = [hp.document_token] * (-len(context) % BLOCK)
         inputs = torch.tensor(context + padding, device=device)
         logits = model(inputs, None, window)[len(context) - 1, :hp.vocab_size].float().cpu()
@@ -2309,7 +2303,7 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
               f"recompiles after warm-up: {recompiles}; peak memory: {memory_mib:,.0f} MiB")
     log.record(end=True, **result, recompiles=recompiles, times_ms=clock.ms)
     try:
-        log.write("sample:", printable(sample(model, "", hp)))
+        log.write("sample:", escape_control_characters(sample(model, "", hp)))
     except UserError as error:
         log.write(f"no sample: {error}")
     log.write(f"log: {log.folder / 'log.txt'}")
@@ -2321,9 +2315,9 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
 
 def wait_until(is_ready, hardware: Hardware) -> None:
     """Poll. Times out before NCCL's watchdog, so that the error names the rank."""
-    deadline = min(time.monotonic() + hardware.timeout, hardware.give_up_at)
+    started = time.monotonic()
     while not is_ready():
-        if time.monotonic() > deadline:
+        if time.monotonic() > started + hardware.timeout and hardware.world_size > 1:
             raise dist.DistError("no answer in time")
         time.sleep(2e-5)
 
@@ -2344,23 +2338,27 @@ def join_group(hardware: Hardware) -> None:
     device_id = hardware.device if hardware.device.type == "cuda" else None
     store = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and hardware.launcher_pid:
-        # torchrun keeps its store when it restarts a group, and with it the addresses of dead ranks
+        # on one machine torchrun keeps its store over restarts, with the addresses of dead ranks
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     arrivals = [f"arrived{rank}" for rank in range(hardware.world_size)]
     try:
-        if store:  # NCCL would wait for a missing rank without an end, and without its name
+        if store:  # NCCL would hang on a missing rank without naming it
             store.set(arrivals[hardware.rank], "")
             store.wait(arrivals, datetime.timedelta(seconds=hardware.timeout))
         dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=hardware.rank,
                                 world_size=hardware.world_size, device_id=device_id,
                                 timeout=group_timeout(hardware))
     except dist.DistError as error:
-        missing = [str(rank) for rank, key in enumerate(arrivals)
-                   if store and not store.check([key])]
-        raise UserError(f"rank {' and '.join(missing) or 'unknown'} did not arrive within "
-                        f"--timeout={hardware.timeout:g} s ({reason_of(error)}); look at its "
-                        "machine, or wait longer") from None
+        missing = absent_ranks(store, "arrived", hardware.world_size) if store else "unknown"
+        raise UserError(f"rank {missing} did not arrive within --timeout={hardware.timeout:g} s "
+                        f"({reason_of(error)}); look at its machine, or wait longer") from None
+
+
+def absent_ranks(store: dist.Store, key: str, world_size: int) -> str:
+    """The ranks that have not set their key."""
+    absent = [str(rank) for rank in range(world_size) if not store.check([f"{key}{rank}"])]
+    return " and ".join(absent) or "unknown"
 
 
 def group_timeout(hardware: Hardware) -> datetime.timedelta:
@@ -2370,14 +2368,14 @@ def group_timeout(hardware: Hardware) -> datetime.timedelta:
 
 
 def set_timeout(hardware: Hardware, seconds: float) -> None:
-    """Of wait_until and of the process group."""
+    """Set the timeout of wait_until and of the process group."""
     hardware.timeout = seconds
     if hardware.world_size > 1:
         dist.distributed_c10d._set_pg_timeout(group_timeout(hardware))
 
 
 def leave_group(finished: bool) -> None:
-    """Destroy the process group; not after a failure with NCCL, which waits for the other ranks."""
+    """Destroy the process group, unless NCCL failed: it would wait for the other ranks."""
     if dist.is_initialized() and (finished or dist.get_backend() != "nccl"):
         dist.destroy_process_group()
 
@@ -2412,12 +2410,11 @@ def find_silent_ranks(error: RuntimeError, patience_s: float = 3.0) -> str:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"alive{dist.get_rank()}", "")
         time.sleep(patience_s)
-        silent = [str(rank) for rank in range(dist.get_world_size())
-                  if not store.check([f"alive{rank}"])]
+        silent = absent_ranks(store, "alive", dist.get_world_size())
     except RuntimeError:
-        silent = ["0, or its machine,"]  # which keeps the store
-    return (f"rank {' and '.join(silent) or 'unknown'} stopped answering ({reason_of(error)}); "
-            "look at its machine, then resume with --resume=auto")
+        silent = "0, or its machine,"  # which hosts the store
+    return (f"rank {silent} stopped answering ({reason_of(error)}); look at its machine, then "
+            "resume with --resume=auto")
 
 
 class SignalHandler:
@@ -2435,14 +2432,15 @@ class SignalHandler:
         return self
 
     def handle(self, number: int, frame) -> None:
-        # torchrun sends Ctrl-C once more
+        # a second one within a second is the same: SLURM signals the ranks, and so does torchrun
         if self.first_signal_at and time.monotonic() > self.first_signal_at + 1:
             os._exit(128 + number)
         self.first_signal_at = self.first_signal_at or time.monotonic()
         if not self.trainer.stop_requested:
             self.request_stop(number, signal.Signals(number).name)
             if self.trainer.hardware.rank == 0:
-                os.write(2, b"\nstopping after this step; press again to quit now\n")
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    os.write(2, b"\nstopping after this step; press again to quit now\n")
 
     def request_stop(self, number: int, reason: str) -> None:
         self.number = number
@@ -2451,7 +2449,7 @@ class SignalHandler:
         hardware = self.trainer.hardware
         if hardware.device.type == "cuda" and hardware.world_size > 1:
             # the signal may mean that another rank is gone, for which NCCL would wait forever
-            hardware.give_up_at = time.monotonic() + 60
+            hardware.timeout = min(hardware.timeout, 60)
 
     def check_launcher(self) -> None:
         """Stop if torchrun was killed: its ranks would keep training as orphans."""
@@ -2463,7 +2461,7 @@ class SignalHandler:
             signal.signal(number, handler)
         several_ranks = self.trainer.hardware.world_size > 1
         if isinstance(error, RuntimeError) and self.trainer.stop_requested and several_ranks:
-            os._exit(1)  # the launcher stops this rank because another one is gone
+            os._exit(1)  # torchrun stops this rank because another one failed: no second error
 
 
 def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHandler,
@@ -2520,7 +2518,7 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
     if kind == "cuda":
         lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
         hardware.has_fp8 = (gpu.major, gpu.minor) >= lowest
-    hardware.why_not_compiled = why_not_compile(hp, kind)
+    hardware.why_not_compiled = why_not_compile(hp, kind, gpu)
     hardware.compile = not hardware.why_not_compiled
 
     can_flex = has_bf16 and hardware.compile
@@ -2540,8 +2538,8 @@ def choose_dtype(name: str, has_bf16: bool) -> torch.dtype:
     return getattr(torch, name)
 
 
-def why_not_compile(hp: Hyperparameters, device_type: str) -> str:
-    """The reason not to use torch.compile; empty where it is used.
+def why_not_compile(hp: Hyperparameters, device_type: str, gpu=None) -> str:
+    """The reason not to use torch.compile; empty where it is used. gpu: its properties.
 
     On a CPU it makes a step a fifth faster, after a minute of compiling: only long runs gain.
     """
@@ -2551,9 +2549,12 @@ def why_not_compile(hp: Hyperparameters, device_type: str) -> str:
     if device_type == "mps":
         problem = "there is no compiler for it"
     elif device_type == "cpu":
+        flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
         if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
             problem = "there is no C++ compiler (g++ or clang++) here"
-    elif torch.cuda.get_device_properties(0).major < 7:
+        elif hp.compile == "auto" and flops < 1e14:
+            return "the run is too short for it to pay on a CPU"
+    elif gpu.major < 7:
         problem = "there is no Triton for this GPU"
     else:
         try:
@@ -2563,9 +2564,6 @@ def why_not_compile(hp: Hyperparameters, device_type: str) -> str:
                        f"Python.h (gcc, python3.{sys.version_info.minor}-dev)")
     if problem and hp.compile == "yes":
         raise UserError(f"--compile=yes: {problem}; give --compile=no")
-    flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
-    if not problem and hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
-        return "the run is too short for it to pay on a CPU"
     return problem
 
 
@@ -2603,10 +2601,9 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
         config = torch._inductor.config
         config.coordinate_descent_tuning = hp.tune_kernels
         config.max_autotune_gemm = hp.tune_products
-        if hp.tune_products:  # silent: it would print a table and two lines for each product
-            config.autotune_num_choices_displayed = 0
-            select_algorithm = importlib.import_module("torch._inductor.select_algorithm")
-            select_algorithm._log_autotune_choices_stats = lambda name, timings: None
+        # it would print a table and two lines for each product
+        config.autotune_num_choices_displayed = 0
+        config.max_autotune_report_choices_stats = False
         head_dim = hp.model_dim // hp.num_heads
         config.inductor_choices_class = functools.partial(head_choices, head_dim)
     elif device.type == "cpu":
@@ -2676,27 +2673,23 @@ def usable_bytes(total_bytes: int) -> float:
 
 
 def available_bytes(hardware: Hardware) -> float:
-    """Of this machine, shared among its ranks, or of its smallest GPU.
+    """What a run may use: the host's memory, divided among its ranks, or the smallest GPU's.
 
-    A single rank counts what is free of its GPU. Several ranks have to choose the same lengths,
-    and what is free may differ: their GPUs count as empty.
+    One rank uses what is free now; several count the whole GPU, so that all choose alike.
     """
     if hardware.device.type != "cuda":
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
     cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    room = min(card.total_memory for card in cards)
+    gpu_bytes = min(card.total_memory for card in cards)
     if hardware.world_size == 1:
-        free, _ = torch.cuda.mem_get_info(hardware.device)
-        room = min(room, free)
-    return usable_bytes(room)
+        free_bytes, _ = torch.cuda.mem_get_info(hardware.device)
+        gpu_bytes = min(gpu_bytes, free_bytes)
+    return usable_bytes(gpu_bytes)
 
 
 def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str) -> int:
-    """sequence_tokens or val_sequence_tokens, shortened.
-
-    Until it divides what is cut into sequences, then by halves until it fits the memory.
-    """
+    """The longest length that divides the batch (or the validation), halved until it fits."""
     cut = []
     if name == "sequence_tokens":
         cut.append(hp.batch_tokens // hardware.world_size)
@@ -2706,7 +2699,7 @@ def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str) -> int:
     shortest = math.lcm(BLOCK, hp.segment_tokens or 1)
 
     def fits(length: int) -> bool:
-        """The peak is the larger one of training and validation: each length counts by itself."""
+        """With the other length at 0: the peak is the larger of the two."""
         lengths = dict.fromkeys(SEQUENCE_LENGTHS, 0) | {name: length}
         return memory_needed(dataclasses.replace(hp, **lengths), hardware) <= hardware.memory_bytes
 
@@ -2719,8 +2712,8 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
     """Shorten sequences that do not fit, and do without FP8 where there is none. Returns notes.
 
     Shorter sequences mean more micro-steps of the same batch: the same training, except that
-    attention does not reach across sequences. What the command line sets is not changed. keep: on
-    resume, when only a length that does not divide the batch of a rank is changed.
+    attention does not reach across sequences. What the command line sets is not changed. keep (on
+    resume): change nothing but a sequence_tokens that does not divide the batch of a rank.
     """
     notes = []
 
@@ -2736,7 +2729,7 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
     if hp.fp8_head and not hardware.has_fp8:
         if "fp8_head" in may_change:
             change("fp8_head", False, "there is no FP8 here")
-        elif hardware.device.type != "cpu":  # which computes it, slowly
+        elif hardware.device.type != "cpu":  # a CPU emulates FP8
             raise UserError("--fp8_head=true: this device has no FP8, which takes compute "
                             "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false "
                             "(on resume with --resume_anyway)")
@@ -2744,9 +2737,9 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
     for name in SEQUENCE_LENGTHS:
         if name in may_change and getattr(hp, name):
             length = fitting_length(hp, hardware, name)
-            # check_sequences refuses what is not a multiple of BLOCK, with the reason
+            # not a multiple of BLOCK: left as it is, for check_sequences to name the reason
             if length != getattr(hp, name) and length % BLOCK == 0:
-                change(name, length, "it divides the tokens of a rank, and fits the memory")
+                change(name, length, "to divide the batch or the validation, and to fit the memory")
     needed = memory_needed(hp, hardware)
     if needed > hardware.memory_bytes:
         notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
@@ -2755,14 +2748,12 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
 
 
 def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
-    """The remedy where memory is short: the next shorter length that fits."""
-    for name in reversed(SEQUENCE_LENGTHS):
-        half = dataclasses.replace(hp, **{name: getattr(hp, name) // 2})
-        length = fitting_length(half, hardware, name)
-        needed = memory_needed(dataclasses.replace(hp, **{name: length}), hardware)
-        is_possible = length % math.lcm(BLOCK, hp.segment_tokens or 1) == 0
-        is_less = needed < memory_needed(hp, hardware)  # otherwise the other length is too long
-        if is_possible and is_less and needed <= hardware.memory_bytes:
+    """The remedy where memory is short: a length that needs less than now, and fits."""
+    limit = min(hardware.memory_bytes, memory_needed(hp, hardware) - 1)
+    smaller = dataclasses.replace(hardware, memory_bytes=limit)
+    for name in SEQUENCE_LENGTHS:
+        length = fitting_length(hp, smaller, name)
+        if memory_needed(dataclasses.replace(hp, **{name: length}), hardware) <= limit:
             return f"give --{name}={length}"
     return "lower --model_dim or --num_layers"
 
@@ -2805,7 +2796,7 @@ def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
 
 
 def open_val(hp: Hyperparameters, hardware: Hardware) -> Loader:
-    """Its batch is one sequence; the ranks take turns."""
+    """The validation loader: a batch is one sequence, and the ranks take turns."""
     tokens = hp.val_sequence_tokens or hp.sequence_tokens
     loader = Loader(hp.val_files, tokens, tokens, device=hardware.device, vocab_size=hp.vocab_size)
     needed = (hp.val_start + hp.val_tokens) // tokens
@@ -2834,17 +2825,17 @@ def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | 
 
 
 def has_data_scripts() -> bool:
-    """Not where train_gpt.py was copied alone."""
+    """False where train_gpt.py was copied without data/."""
     return (FOLDER / "data" / "shards.py").is_file()
 
 
 def missing_data(hp: Hyperparameters) -> str:
     """What run.sh fetches: "enwik8", "fineweb N" for N training shards, or "" for nothing."""
-    if not has_data_scripts():
+    if hp.checkpoint or not has_data_scripts():
         return ""
     batch_tokens = hp.batch_tokens
     if hp.align_documents:
-        batch_tokens += batch_tokens // 10  # for what is skipped between sequences
+        batch_tokens += batch_tokens // 10  # about that much is skipped to reach the next document
     with data_module("shards") as shards:
         return shards.what_to_fetch(hp.train_files, hp.val_files, hp.num_steps, batch_tokens,
                                     hp.epochs)
@@ -2889,7 +2880,7 @@ def parse_value(kind, text: str):
             return int(float(text))
         if kind is float and math.isfinite(float(text)):
             return float(text)
-        if kind == str | tuple or (kind is tuple and re.fullmatch(r"\(.*\)", text)):
+        if kind in (tuple, str | tuple) and re.fullmatch(r"\(.*\)", text):
             entries = [entry.strip() for entry in text.strip("()").split(",") if entry.strip()]
             return tuple(None if entry == "None" else int(entry) for entry in entries)
     raise argparse.ArgumentTypeError(f"{text!r} is not {KINDS[kind]}")
@@ -2966,13 +2957,13 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
     hp = Hyperparameters(**values)
     hp.origins = origins
     validate(hp)
-    # lengths that a preset sets are fitted to the batch and to the hardware later
+    # only lengths that were typed: fit_to_hardware adjusts the others
     check_sequences(hp, tuple(name for name in SEQUENCE_LENGTHS if name in options))
     return hp
 
 
 def parse_command_line(arguments: list[str]) -> Hyperparameters:
-    """Without --resume, which main handles."""
+    """The hyperparameters of a new run."""
     return resolve(parse_options(arguments))
 
 
@@ -2991,32 +2982,34 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
         raise UserError(f"--resume={hp.resume}: this changes the training of the checkpoint: "
                         f"{', '.join(refused)}; leave these options out, or add --resume_anyway")
     notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
-    with contextlib.suppress(UserError):  # the values of this file may not go with the options
+    with contextlib.suppress(UserError):  # the values of this file may be invalid with the options
         in_file = asdict(resolve(options | dict(preset=hp.preset)))
         edited = [f"{name}={in_file[name]} (checkpoint: {value})" for name, value in saved.items()
                   if value != in_file[name] and name not in MAY_CHANGE_ON_RESUME
-                  and hp.origins[name] not in ("command line", "checkpoint", "hardware")]
+                  and hp.origins[name].startswith(("default", "preset"))]
         if edited:
             notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
     return hp, notes
 
 
 def check_types(hp: Hyperparameters) -> None:
-    """Values may come from an edited default or from a file."""
+    """Refuse values of the wrong type, from an edited default or a checkpoint."""
     for name, kind in FIELDS.items():
         value = getattr(hp, name)
-        accepted = int | float if kind is float else kind
+        accepted = (int | float) if kind is float else kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise UserError(f"{name} = {value!r}: expected {KINDS[kind]}")
 
 
-def nearest_multiple(number: int, unit: int) -> int:
-    return max(round(number / unit), 1) * unit
-
-
-def need(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
+def require(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
     if not holds:
         raise UserError(f"--{name}={getattr(hp, name)}: expected {expected}")
+
+
+def require_multiple(hp: Hyperparameters, name: str, unit: int, of_what: str) -> None:
+    value = getattr(hp, name)
+    nearest = max(round(value / unit), 1) * unit
+    require(hp, value % unit == 0, name, f"a multiple of {of_what}; the nearest is {nearest}")
 
 
 def validate(hp: Hyperparameters) -> None:
@@ -3025,41 +3018,41 @@ def validate(hp: Hyperparameters) -> None:
     for name, kind in FIELDS.items():
         if kind in (int, float):
             lowest = AT_LEAST.get(name, 0)
-            need(hp, getattr(hp, name) >= lowest, name, f"at least {lowest}")
+            require(hp, getattr(hp, name) >= lowest, name, f"at least {lowest}")
     for name, highest in AT_MOST.items():
-        need(hp, getattr(hp, name) <= highest, name, f"at most {highest}")
+        require(hp, getattr(hp, name) <= highest, name, f"at most {highest}")
     for name, choices in CHOICES.items():
         is_tuple = isinstance(getattr(hp, name), tuple)
-        need(hp, is_tuple or getattr(hp, name) in choices, name, f"one of {', '.join(choices)}")
+        require(hp, is_tuple or getattr(hp, name) in choices, name, f"one of {', '.join(choices)}")
     for name in ("train_files", "val_files", "log_dir"):
-        need(hp, getattr(hp, name) != "", name, "a path")
-    need(hp, re.fullmatch(r"[\w.+-]*", hp.run_id) and hp.run_id not in (".", ".."), "run_id",
-         "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
+        require(hp, getattr(hp, name) != "", name, "a path")
+    require(hp, re.fullmatch(r"[\w.+-]*", hp.run_id) and hp.run_id not in (".", ".."), "run_id",
+            "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
     unit = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1)
-    need(hp, hp.model_dim % unit == 0, "model_dim",
-         f"a multiple of {unit} (4 × num_heads{', and 16 for FP8' if hp.fp8_head else ''}); the "
-         f"nearest is {nearest_multiple(hp.model_dim, unit)}")
-    need(hp, not (hp.align_documents and hp.segment_tokens), "align_documents",
-         "false where segment_tokens is set: a segment starts anywhere")
-    need(hp, not (hp.align_documents and hp.ngram_order), "align_documents",
-         "false where n-grams are counted (ngram_order), which takes what the batches leave over")
+    reason = "4 × num_heads, and 16 for FP8" if hp.fp8_head else "4 × num_heads"
+    require_multiple(hp, "model_dim", unit, f"{unit} ({reason})")
+    require(hp, not (hp.align_documents and hp.segment_tokens), "align_documents",
+            "false where segment_tokens is set: a segment starts anywhere")
+    require(hp, not (hp.align_documents and hp.ngram_order), "align_documents",
+            "false where n-grams are counted (ngram_order): they take what the batches leave over")
     if hp.ngram_order:
-        need(hp, hp.padded_vocab <= 512, "ngram_order", "0 with more than 512 tokens: contexts are "
-             "integers of 9 bits a token")
-        need(hp, hp.ngram_tokens > 0, "ngram_tokens", "the number of tokens to count, such as 1e7")
-    lengths_exist = all(length in range(1, 65) for length in hp.copy_lengths)
-    need(hp, lengths_exist and [*hp.copy_lengths] == sorted({*hp.copy_lengths}), "copy_lengths",
-         "lengths from 1 to 64, in order")
-    need(hp, hp.document_token < hp.vocab_size, "document_token",
-         f"less than vocab_size={hp.vocab_size}")
+        require(hp, hp.padded_vocab <= 512, "ngram_order",
+                "0 with more than 512 tokens: contexts are integers of 9 bits a token")
+        require(hp, hp.ngram_tokens > 0, "ngram_tokens",
+                "the number of tokens to count, such as 1e7")
+    require(hp, [*hp.copy_lengths] == sorted({*hp.copy_lengths} & {*range(1, 65)}), "copy_lengths",
+            "lengths from 1 to 64, in order")
+    require(hp, hp.document_token < hp.vocab_size, "document_token",
+            f"less than vocab_size={hp.vocab_size}")
     for name, layers in (("no_attention", hp.layers_without_attention),
                          ("short_window_layers", hp.layers_with_short_window)):
-        need(hp, all(layer in range(hp.num_layers) for layer in layers), name,
-             f"layers from 0 to {hp.num_layers - 1}")
-    need(hp, len(hp.value_tables) == hp.num_layers, "value_layout",
-         f"one entry for each of the {hp.num_layers} layers")
+        require(hp, all(layer in range(hp.num_layers) for layer in layers), name,
+                f"layers from 0 to {hp.num_layers - 1}")
+    require(hp, len(hp.value_tables) == hp.num_layers, "value_layout",
+            f"one entry for each of the {hp.num_layers} layers")
     if hp.sample:
-        need(hp, hp.checkpoint != "", "checkpoint", "a model.pt or a run's folder to sample from")
+        require(hp, hp.checkpoint != "", "checkpoint",
+                "a model.pt or a run's folder to sample from")
 
 
 def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
@@ -3069,28 +3062,23 @@ def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
     First those that the user gave (resolve), then all, as fit_to_hardware left them (main).
     """
     for name in names:
-        need(hp, getattr(hp, name) % BLOCK == 0, name, "a multiple of the mask's block of "
-             f"{BLOCK}; the nearest is {nearest_multiple(getattr(hp, name), BLOCK)}")
+        require_multiple(hp, name, BLOCK, f"the mask's block of {BLOCK}")
     if "sequence_tokens" in names:
         sequence = hp.sequence_tokens
-        need(hp, sequence <= hp.batch_tokens, "sequence_tokens",
-             f"at most batch_tokens={hp.batch_tokens}")
-        unit = world_size * sequence
+        require(hp, sequence <= hp.batch_tokens, "sequence_tokens",
+                f"at most batch_tokens={hp.batch_tokens}")
         ranks = f"{world_size} ranks × " if world_size > 1 else ""
-        need(hp, hp.batch_tokens % unit == 0, "batch_tokens",
-             f"a multiple of {ranks}sequence_tokens={sequence}; the nearest is "
-             f"{nearest_multiple(hp.batch_tokens, unit)}")
-        need(hp, sequence % (hp.segment_tokens or 1) == 0, "segment_tokens",
-             f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
+        require_multiple(hp, "batch_tokens", world_size * sequence,
+                         f"{ranks}sequence_tokens={sequence}")
+        require(hp, sequence % (hp.segment_tokens or 1) == 0, "segment_tokens",
+                f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
     else:
-        need(hp, hp.batch_tokens % BLOCK == 0, "batch_tokens",
-             f"a multiple of {BLOCK}; the nearest is {nearest_multiple(hp.batch_tokens, BLOCK)}")
+        require_multiple(hp, "batch_tokens", BLOCK, f"{BLOCK}")
     val_name = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
     if val_name in names:
         unit = getattr(hp, val_name)
         for name in ("val_tokens", "val_start"):
-            need(hp, getattr(hp, name) % unit == 0, name, f"a multiple of {val_name}={unit}; "
-                 f"the nearest is {nearest_multiple(getattr(hp, name), unit)}")
+            require_multiple(hp, name, unit, f"{val_name}={unit}")
 
 
 def show(hp: Hyperparameters) -> None:
@@ -3109,7 +3097,7 @@ def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
     if hp.hellaswag:
         text = score_hellaswag(hp.hellaswag, model, hardware)["line"]
     else:
-        text = printable(sample(model, hp.sample, hp))
+        text = escape_control_characters(sample(model, hp.sample, hp))
     if hardware.rank == 0:
         print(text)
     return 0
@@ -3118,8 +3106,8 @@ def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
 def print_error(error: UserError | str) -> int:
     """Print the error as one line, and return the exit code.
 
-    Most errors are the same on all ranks. Rank 0 of a machine prints first, and torchrun then ends
-    the others while they wait.
+    Most errors are the same on all ranks: rank 0 of a machine prints, the others wait until
+    torchrun stops them.
     """
     rank = os.environ.get("RANK", "0")
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -3132,10 +3120,10 @@ def print_error(error: UserError | str) -> int:
 def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
     """The hyperparameters of the run, its folder and the checkpoint that it resumes from."""
     asked = Hyperparameters(**options)
-    if asked.checkpoint or (asked.show and not asked.resume):
-        return resolve(options), Run(Path())
-    if not asked.resume:
-        resolve(options)  # refuses wrong options before anything else
+    if asked.checkpoint or not asked.resume:
+        hp = resolve(options)  # refuses wrong options before anything else
+        if hp.checkpoint or hp.show:
+            return hp, Run(Path())
     run = find_run(asked)
     if not run.checkpoint:
         return resolve(options), run
@@ -3168,7 +3156,7 @@ def main(arguments: list[str]) -> int:
         return print_error(error)
     except (RuntimeError, MemoryError) as error:
         if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            # at once: to destroy a group that hangs would hang too
+            # at once: destroying a group that hangs would hang too
             os._exit(print_error(find_silent_ranks(error)))
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not out_of_memory and "can't allocate memory" not in str(error):

@@ -202,7 +202,7 @@ def test_a_second_run_from_a_checkpoint_does_not_overwrite_the_first(cut, monkey
     _, first = prepare(*arguments)
     first.folder.mkdir()
     (first.folder / "log.txt").write_text("a run")
-    with pytest.raises(train_gpt.UserError, match="holds a run already; resume that folder"):
+    with pytest.raises(train_gpt.UserError, match="holds a run already; continue it with "):
         prepare(*arguments)
 
 
@@ -215,7 +215,7 @@ def test_a_new_run_does_not_overwrite_another(data, cut, capsys, left):
     assert before
     arguments = [*SIX_STEPS, *data, f"--log_dir={folder.parent}", "--run_id=run"]
     assert train_gpt.main(arguments) == 2
-    assert "holds a run already; add --resume=auto" in capsys.readouterr().err
+    assert "holds a run already; continue it with --resume=" in capsys.readouterr().err
     assert contents(folder) == before
 
 

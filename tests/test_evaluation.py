@@ -175,8 +175,8 @@ def test_a_document_token_in_a_sample_is_a_blank_line():
 
 def test_control_characters_of_a_sample_are_escaped(data, tmp_path, capsys, monkeypatch):
     """They could change the state of a terminal: move its cursor, or end its colours."""
-    assert train_gpt.printable("a\tb\nGröße → 中") == "a\tb\nGröße → 中"
-    assert train_gpt.printable("\x1b[2J\r\x07\x7f\x9b") == r"\x1b[2J\r\x07\x7f\x9b"
+    assert train_gpt.escape_control_characters("a\tb\nGröße → 中") == "a\tb\nGröße → 中"
+    assert train_gpt.escape_control_characters("\x1b[2J\r\x07\x7f\x9b") == r"\x1b[2J\r\x07\x7f\x9b"
     monkeypatch.setattr(train_gpt, "sample", lambda model, prompt, hp: "red \x1b[31m")
     arguments = [*TINY, *data, "--num_steps=1", f"--log_dir={tmp_path}", "--run_id=escaped"]
     assert train_gpt.main(arguments) == 0

@@ -297,17 +297,20 @@ def test_running_out_of_memory_with_a_saved_model_is_one_sentence_too(capsys, mo
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_shorter_sequences_are_the_same_training(tiny, make_shards, parts):
-    """Documents of 128 tokens, so that no sequence cuts one: the losses of a few steps agree."""
+    """Documents of 128 tokens, so that no sequence cuts one: the losses of a few steps agree.
+
+    In float64: how float32 rounds depends on the CPU.
+    """
     def losses(sequence_tokens: int) -> list[float]:
         hp = tiny(train_files=train, val_files=train, sequence_tokens=sequence_tokens,
-                  window_start=512)
+                  window_start=512, dtype="float64", muon_dtype="float64")
         return train_steps(make_trainer(hp), 4)
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(8, 200, (12 * 1024 + 1,), generator=generator).numpy()
     tokens[::128] = 7
     train = make_shards(tokens)
-    assert losses(512 // parts) == pytest.approx(losses(512), rel=1e-5)
+    assert losses(512 // parts) == pytest.approx(losses(512), rel=1e-9)
     tokens[128::128] = 9  # one long document: now it matters where a sequence ends
     train = make_shards(tokens)
     assert losses(512 // parts) != pytest.approx(losses(512), rel=1e-5)
