@@ -15,7 +15,8 @@ export MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=2000000000
 
 die() { echo "error: $*" >&2; exit 2; }
 
-# Sets nodes and, if there are several, node_rank, address and port. Waits for the first machine.
+# find_machines OPTION …: sets nodes and, if there are several, node_rank, address and port. Waits
+# for the first machine.
 find_machines() {
     local name tasks="${SLURM_STEP_NUM_TASKS:-1}"
     for name in NPROC MAX_RESTARTS NNODES NODE_RANK MASTER_PORT; do
@@ -26,6 +27,9 @@ find_machines() {
         || die "SLURM started ./run.sh $tasks times on $nodes nodes, expected once on each:" \
             "srun --ntasks-per-node=1 ./run.sh (or, on this node alone: NNODES=1 ./run.sh)"
     [ "$nodes" -gt 1 ] || return 0
+    [ "${MAX_RESTARTS:-0}" -eq 0 ] || [ -n "${SLURM_JOB_ID:-}" ] || [[ " $*" == *" --run_id="* ]] \
+        || die "MAX_RESTARTS on $nodes machines needs --run_id=NAME: ranks that restart find their" \
+            "run by it"
 
     address="${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-}" 2>/dev/null)}" \
         || die "NNODES=$nodes needs MASTER_ADDR, the address of the first machine"
@@ -149,13 +153,13 @@ case "$command" in
         set_up -r records/requirements.txt
         exec "$python" records/speedrun.py "$@" ;;
     check)
-        find_machines; set_up; read_settings "$@"
+        find_machines "$@"; set_up; read_settings "$@"
         launch tests/commands/check.py "$@" ;;
     -h | --help | help)
         sed -n '2,/^[^#]/s/^# \{0,1\}//p' run.sh
         set_up; exec "$python" train_gpt.py --help ;;
     "" | --*)
-        find_machines; set_up; read_settings "$@"; fetch_data
+        find_machines "$@"; set_up; read_settings "$@"; fetch_data
         launch train_gpt.py "$@" ;;
     *) die "$command: no such command; ./run.sh help lists them" ;;
 esac

@@ -109,6 +109,15 @@ def test_auto_without_a_checkpoint_starts_a_run_and_a_folder_without_one_is_refu
         prepare(*arguments, f"--resume={tmp_path}")
 
 
+def test_auto_does_not_overwrite_a_finished_run_without_checkpoints(data, tmp_path, capsys):
+    arguments = [*TINY, *data, f"--log_dir={tmp_path}", "--run_id=finished"]
+    assert train_gpt.main(arguments) == 0
+    before = contents(tmp_path / "finished")
+    assert train_gpt.main([*arguments, "--resume=auto"]) == 2
+    assert "holds a finished run without checkpoints" in capsys.readouterr().err
+    assert contents(tmp_path / "finished") == before
+
+
 def flip_a_bit(content: bytes) -> bytes:
     return content[:70000] + bytes([content[70000] ^ 1]) + content[70001:]
 

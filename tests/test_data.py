@@ -365,6 +365,21 @@ def test_the_command_that_fetches_the_rest_is_named(no_data_here):
         open_data(hp, Hardware())
 
 
+def test_the_rest_is_counted_by_what_aligned_sequences_skip(no_data_here):
+    """Documents of 500 tokens, sequences of 256: nearly half of the tokens is skipped."""
+    folder = no_data_here / "data/fineweb10B"
+    folder.mkdir(parents=True)
+    tokens = np.ones(100 * 1024)
+    tokens[::500] = 63
+    for split in ("train", "val"):
+        write_shard(folder / f"fineweb_{split}_000001.bin", tokens)
+    hp = parse_command_line([*TINY, "--preset=2025-07-13", "--num_steps=70000",
+                             "--segment_tokens=0", "--model_dim=32", "--num_heads=2"])
+    assert train_gpt.missing_data(hp) == ""
+    with pytest.raises(UserError, match="fetch the rest with: python data/fineweb.py 2, or"):
+        open_data(hp, Hardware())
+
+
 def test_the_text_of_the_laptop_is_fetched_where_there_is_none(no_data_here):
     hp = parse_command_line(["--preset=laptop"])
     assert train_gpt.missing_data(hp) == "enwik8"

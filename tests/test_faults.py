@@ -227,12 +227,21 @@ def handled(monkeypatch):
 
 
 def test_a_signal_within_a_second_of_the_first_is_the_same_one_by_another_way(handled):
-    """Ctrl-C reaches a rank from the terminal and from torchrun."""
+    """SLURM signals the ranks and torchrun, which passes it on."""
     for at, expected in ((100.0, []), (100.9, []), (101.1, [128 + signal.SIGUSR1])):
         handled.now[0] = at
         signal.raise_signal(signal.SIGUSR1)
         assert handled.trainer.stop_requested and handled.signals.number == signal.SIGUSR1
         assert handled.codes == expected
+
+
+def test_a_signal_stops_the_run_where_the_terminal_is_gone(handled, monkeypatch):
+    def write(descriptor, text):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(train_gpt.os, "write", write)
+    signal.raise_signal(signal.SIGTERM)
+    assert handled.trainer.stop_requested
 
 
 def test_a_signal_after_the_end_of_the_launcher_was_noticed(handled):

@@ -1,5 +1,6 @@
 """Logging: all that repeating a run takes; a run continues when a log cannot be written."""
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -39,6 +40,18 @@ def start_log(folder: Path, data: list[str], *options: str) -> Result:
 
 
 # ---- what a log says ----
+
+def test_the_logged_source_is_the_one_that_runs(data, tmp_path):
+    """Not what is in the file when the log is opened: it may have been edited since."""
+    hp = train_gpt.parse_command_line([*TINY, *data])
+    run = train_gpt.Run(tmp_path / "run")
+    assert run.source == Path(train_gpt.__file__).read_text()
+    run.source = "print('as it was')\n"
+    train_gpt.Logger(run, hp, Hardware(), train_gpt.open_data(hp, Hardware()))
+    log = Result(tmp_path / "run").log
+    assert log.startswith(f"print('as it was')\n\n{SEPARATOR}\n")
+    assert hashlib.sha256(run.source.encode()).hexdigest() in log
+
 
 def test_a_profile_is_a_trace_of_so_many_steps(data):
     """And does not change the training."""
@@ -161,14 +174,27 @@ def test_only_rank_0_writes(data, tmp_path, capsys):
     log = train_gpt.Logger(train_gpt.Run(tmp_path / "run"), hp, hardware, files)
     log.write("a line")
     log.record(step=1)
-    log.close()
+    log.close_bar()
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_bar_of_a_run_that_was_stopped_is_above_its_last_line(data, tmp_path, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    before_step(monkeypatch, 2, lambda trainer: signal.raise_signal(signal.SIGTERM))
+    arguments = [*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--run_id=stopped"]
+    assert train_gpt.main(arguments) == 128 + signal.SIGTERM
+    last_line = terminal.getvalue().splitlines()[-1]
+    assert last_line == ("stopped by SIGTERM after step 3; resume with "
+                         f"--resume={tmp_path / 'stopped'}")
+
+
 def test_a_terminal_has_a_bar_and_the_log_every_line(data, tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     assert train_gpt.main([*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--run_id=bar"]) == 0
@@ -311,15 +337,12 @@ def test_an_output_that_is_closed_from_the_start_is_no_obstacle(data, tmp_path):
 
 
 def test_a_terminal_that_goes_does_not_stop_training(data, tmp_path, capsys, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
+    class Closing(Terminal):
         def write(self, text):
             if "tokens/s" in self.getvalue():  # on the bar, after the first step
                 raise OSError(5, "Input/output error")
             return super().write(text)
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stdout", Closing())
     assert train_gpt.main([*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--run_id=t"]) == 0
     assert warnings(capsys.readouterr().err) == [
         "warning: standard output can no longer be written (Input/output error); training "

@@ -369,6 +369,23 @@ def test_the_float8_gradient_is_scaled_by_the_number_of_tokens(tokens):
     assert max(relative_error(*pair) for pair in zip(found[1:], wanted[1:])) < BACKWARD
 
 
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_the_float8_gradient_is_scaled_by_the_number_of_micro_steps(tiny, make_shards, monkeypatch,
+                                                                    micro_steps):
+    """The trainer divides the loss by it, and a gradient that small would be zero in FP8."""
+    sequence = 128
+    shards = make_shards(made_up_text(32 * sequence))
+    hp = tiny("2025-07-13", train_files=shards, val_files=shards, fp8_head=True, num_steps=2,
+              batch_tokens=micro_steps * sequence, sequence_tokens=sequence, val_tokens=sequence)
+    scales = []
+    original = Float8Matmul.apply
+    monkeypatch.setattr(Float8Matmul, "apply",
+                        lambda *inputs: scales.append(inputs[-1]) or original(*inputs))
+    trainer = make_trainer(hp)
+    trainer.step(trainer.data.train.next_batch(), 0)
+    assert scales == [448.0 * micro_steps] * micro_steps
+
+
 def test_float8_outliers_saturate():
     x, weight, _ = head_inputs()
     x[0, 0] = 1e6

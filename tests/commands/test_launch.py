@@ -398,7 +398,8 @@ def test_under_slurm_one_task_per_node_is_needed(stand_in, nodes, tasks, refused
     ({"NNODES": "x"}, "NNODES=x: "), ({"MASTER_PORT": "x"}, "MASTER_PORT=x: "),
     ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
     ({"NNODES": "2", "MASTER_ADDR": "a"}, "NNODES=2 needs NODE_RANK, from 0 to 1"),
-    ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NNODES=2 needs NODE_RANK")], ids=str)
+    ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NNODES=2 needs NODE_RANK"),
+    ({"NNODES": "2", "MAX_RESTARTS": "1"}, "MAX_RESTARTS on 2 machines needs --run_id=")], ids=str)
 @pytest.mark.parametrize("command", [[], ["check"]], ids=["train", "check"])
 def test_wrong_variables_are_refused_before_any_set_up(stand_in, command, variables, expected):
     process = stand_in.run(*command, **variables)
@@ -474,6 +475,23 @@ def test_a_rank_that_was_killed_is_named_and_torchruns_own_lines_can_be_had(stan
                             LOGLEVEL="ERROR")
     assert code == 128 + signal.SIGSEGV and "error: rank 1 was killed by SIGSEGV" in errors
     assert any("exitcode: -11" in line for line in errors)
+
+
+def test_nohup_keeps_several_ranks_alive(stand_in):
+    """The terminal's SIGHUP is ignored, as nohup wants it, by the launcher too."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by what is started
+    try:
+        code, out, errors = ranks(stand_in, """
+import time
+if rank == 0:
+    os.kill(os.getppid(), signal.SIGHUP)
+time.sleep(2)
+print("finished", flush=True)
+sys.exit()
+""")
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    assert (code, out, errors) == (0, "finished\n" * 2, [])
 
 
 def test_ranks_that_were_killed_are_restarted_and_those_that_were_told_to_stop_are_not(stand_in):
