@@ -7,7 +7,7 @@
     python train_gpt.py --help                        every hyperparameter, its meaning and value
 
 Contents, in the order in which a token travels from a shard to an updated weight:
-    1  hyperparameters        the numbers to edit; presets
+    1  hyperparameters        the numbers to edit
     2  hardware               rank, device, dtypes (chosen in section 12)
     3  data                   memory-mapped token shards, batches
     4  masks and attention    causal ∧ same document ∧ within the window; FlexAttention, banded
@@ -19,11 +19,11 @@ Contents, in the order in which a token travels from a shard to an updated weigh
     9  checkpoints            write, find and restore them
    10  evaluation             validation loss, samples of text, HellaSwag
    11  ranks and faults       the process group, signals, ranks that fail
-   12  before a run           device and compiler, memory estimate, token budget
-   13  command line and main
+   12  before a run           device and compiler, memory estimate, token budget, n-gram counts
+   13  command line and main  the historical systems as presets
 
-A first reading can skip the dated presets (1), Float8Matmul (5) and the suggestions of n-grams and
-copies (5), which only the laptop run has.
+A first reading can skip Float8Matmul (5) and the suggestions of n-grams and copies (5), which only
+the laptop run has.
 """
 import argparse
 import bisect
@@ -288,60 +288,6 @@ LAPTOP_ARCHITECTURE = dict(
     copy_lengths=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32),
     sum_loss=False, embed_rate=1.2, head_rate=0.004, adam_eps=1e-8, adam_eps_first=False,
     rate_floor=0.0)
-
-# The historical systems on 8×H100 (README: The lineage). Each is stated completely, so that no edit
-# of a default changes it.
-SOFTCAP_2025_01_04 = dict(
-    train_files="data/fineweb10B/fineweb_train_*.bin",
-    val_files="data/fineweb10B/fineweb_val_*.bin",
-    vocab_size=50257, vocab_multiple=128, pad_embeddings=True, document_token=50256,
-    num_steps=1390, batch_tokens=8 * 64 * 1024, sequence_tokens=64 * 1024, segment_tokens=0,
-    align_documents=False, epochs=1, val_every=125, val_tokens=10_485_760, val_start=0,
-    val_sequence_tokens=0, target_loss=3.28,
-    num_layers=12, num_heads=6, model_dim=768, mlp_ratio=4,
-    value_layout="ends", value_lambdas=2, first_layer_values=False, no_attention="second_decoder",
-    rotary_base=1024.0, rotary_fraction=0.5, rotary_endpoint=True, attention_scale=0.0,
-    norm_eps=0.0, init_bound=1.0, logit_scale=1.0, softcap=15.0,
-    ngram_order=0, ngram_tokens=0, ngram_share=0.0, copy_lengths=(),
-    window_unit="block", window_start=128, window_end=1856, window_rounding="down",
-    short_window_layers="none", sum_loss=False,
-    embed_rate=0.6, head_rate=0.008, scalar_rate=0.04, adam_beta1=0.8, adam_beta2=0.95,
-    adam_eps=1e-8, adam_eps_first=False,
-    muon_rate=0.05, muon_momentum=0.95, muon_momentum_start=0.85, muon_warmup_steps=300,
-    muon_lerp=True, muon_nesterov=True, muon_decay=0.0, muon_steps=5, cooldown=0.4,
-    rate_floor=0.0, dtype="auto", bf16_embeddings=True, fp8_head=False, fp8_x_scale=0.0,
-    fp8_weight_scale=32.0, fp8_grad_scale=2.0**15, muon_dtype="auto", tune_kernels=False,
-    tune_products=False, seed=1337)
-SPARSE_2024_12_17 = SOFTCAP_2025_01_04 | dict(
-    num_steps=1490, cooldown=600.0, softcap=30.0, pad_embeddings=False, tune_kernels=True)
-MFU_2024_12_10 = SPARSE_2024_12_17 | dict(
-    num_steps=1480, pad_embeddings=True, value_layout="mirrored", no_attention="none",
-    rotary_base=10_000.0, rotary_fraction=1.0, rotary_endpoint=False)
-UNET_2024_12_08 = MFU_2024_12_10 | dict(
-    window_unit="token_in_block", window_start=64, window_end=1792)
-VALUES_2024_12_04 = UNET_2024_12_08 | dict(
-    num_steps=1530, window_unit="token", value_layout="per_layer", value_lambdas=1, muon_lerp=False)
-FLEX_2024_11_19 = VALUES_2024_12_04 | dict(
-    num_steps=1875, cooldown=562.0, muon_rate=0.04, adam_beta1=0.9, muon_warmup_steps=500,
-    window_start=1024, window_end=1024, value_layout="none", first_layer_values=True)
-FP8_2025_01_13 = SOFTCAP_2025_01_04 | dict(
-    num_steps=1395, pad_embeddings=False, norm_eps=2.0**-7, init_bound=0.75**0.5,
-    window_start=0, window_end=1728, window_rounding="up", rate_floor=0.1, fp8_head=True,
-    fp8_x_scale=2.0, fp8_grad_scale=2.0**13, tune_kernels=True)
-WINDOWS_2025_01_16 = FP8_2025_01_13 | dict(
-    num_steps=1393, attention_scale=0.12, short_window_layers="inner", adam_eps=1e-10)
-ALIGNED_2025_07_13 = WINDOWS_2025_01_16 | dict(
-    num_steps=1750, batch_tokens=8 * 48 * 1024, sequence_tokens=48 * 1024, align_documents=True,
-    val_sequence_tokens=256 * 1024, pad_embeddings=True, norm_eps=2.0**-23, logit_scale=0.0,
-    sum_loss=True, head_rate=0.22, adam_eps_first=True, cooldown=0.45, fp8_x_scale=0.0,
-    fp8_weight_scale=448 / 24, fp8_grad_scale=448.0, tune_kernels=False)
-
-PRESETS = {"h100": {}, "laptop": LAPTOP,
-           "2024-11-19": FLEX_2024_11_19, "2024-12-04": VALUES_2024_12_04,
-           "2024-12-08": UNET_2024_12_08, "2024-12-10": MFU_2024_12_10,
-           "2024-12-17": SPARSE_2024_12_17, "2025-01-04": SOFTCAP_2025_01_04,
-           "2025-01-13": FP8_2025_01_13, "2025-01-16": WINDOWS_2025_01_16,
-           "2025-07-13": ALIGNED_2025_07_13}
 
 CHOICES = {"window_unit": ("block", "token", "token_in_block"),
            "window_rounding": ("down", "up"),
@@ -922,22 +868,23 @@ class Block(nn.Module):
 
 # ── suggestions for the next token (laptop run only): n-gram tables, copies of earlier text ───────
 
+MAX_SUCCESSORS = 32     # kept of each context
+TOKEN_BITS = 9          # of a token in the integer of its context
+TOKEN_MASK = 2**TOKEN_BITS - 1
+
+
 class NGrams(nn.Module):
     """Probabilities of the next token by counts of n-grams; the model learns to correct them.
 
     What follows each context of 1 to `order` tokens is counted once, before the first step: seconds
-    for a text that the model would read for an hour. Modified Kneser–Ney smoothing (Chen and
-    Goodman, 1999) joins the orders: the probability of a token is (count − discount) / total, and
-    what the discounts leave over goes to the next shorter context. Only the longest contexts count
-    how often a token follows them; the others count how many longer contexts it follows.
+    for a text that the model would read for an hour (count_ngrams, section 12). The probability of
+    a token is (count − discount) / total, and what the discounts leave over goes to the next
+    shorter context.
 
     The table of an order has its contexts, sorted, as integers of 9 bits a token; for each of them
     where its successors start; and the successors with their probabilities, the most frequent
     first. These two end in MAX_SUCCESSORS zeros, so that as many can be read from any start.
     """
-    MAX_SUCCESSORS = 32    # of a context that are kept
-    TOKEN_BITS = 9
-    TOKEN_MASK = 2**TOKEN_BITS - 1
 
     def __init__(self, order: int, vocab_size: int):
         super().__init__()
@@ -947,8 +894,8 @@ class NGrams(nn.Module):
         for n in range(1, order + 1):
             self.set_table(n, contexts=torch.full((1,), -1),  # matches no context
                            starts=torch.zeros(2, dtype=torch.int32),
-                           successors=torch.zeros(self.MAX_SUCCESSORS, dtype=torch.int16),
-                           probs=torch.zeros(self.MAX_SUCCESSORS, dtype=torch.float16))
+                           successors=torch.zeros(MAX_SUCCESSORS, dtype=torch.int16),
+                           probs=torch.zeros(MAX_SUCCESSORS, dtype=torch.float16))
 
     def set_table(self, n: int, **table: Tensor) -> None:
         self.set_extra_state({f"{name}_{n}": tensor for name, tensor in table.items()})
@@ -967,10 +914,10 @@ class NGrams(nn.Module):
         num_tokens = len(inputs)
         total = self.unigrams.new_zeros(num_tokens, len(self.unigrams))
         backoff_weight = total.new_ones(num_tokens, 1)  # what all longer contexts leave over
-        numbers = torch.arange(self.MAX_SUCCESSORS, device=inputs.device)
+        numbers = torch.arange(MAX_SUCCESSORS, device=inputs.device)
         context = torch.zeros_like(inputs, dtype=torch.int64)
         for back in range(self.order):
-            context = (context << self.TOKEN_BITS) | shifted(inputs, back)
+            context = (context << TOKEN_BITS) | shifted(inputs, back)
         for n in range(self.order, 0, -1):
             contexts, starts, successors, probs = (
                 getattr(self, f"{name}_{n}")
@@ -981,89 +928,13 @@ class NGrams(nn.Module):
             start = starts[row]
             length = torch.where(found, starts[row + 1] - start, 0)
             # gathers whole rows of overlapping views: 0.97 of the laptop's step
-            successor, prob = (entries.unfold(0, self.MAX_SUCCESSORS, 1).index_select(0, start)
+            successor, prob = (entries.unfold(0, MAX_SUCCESSORS, 1).index_select(0, start)
                                for entries in (successors, probs))
             prob = torch.where(numbers < length[:, None], prob.to(total.dtype), 0.0)
             total.scatter_add_(1, successor.long(), backoff_weight * prob)
             backoff_weight = backoff_weight * (1 - prob.sum(dim=1, keepdim=True)).clamp(min=1e-4)
-            context = context >> self.TOKEN_BITS  # without the oldest token
+            context = context >> TOKEN_BITS  # without the oldest token
         return total.addcmul_(backoff_weight, self.unigrams)
-
-    def count(self, loader: Loader, num_batches: int, limit: int) -> int:
-        """Fill the tables from what the batches do not read. Returns the number of tokens."""
-        spans = [(shard, start, length)
-                 for shard, start, length in loader.unused(num_batches, limit)
-                 if length > self.order]
-        if not spans:
-            return 0
-        keys, counts = count_equal(self.read_pairs(spans))
-        for n in range(self.order, 0, -1):
-            self.set_table(n, **self.tabulate(keys, counts))
-            successor = keys & self.TOKEN_MASK
-            shorter_context = keys >> (2 * self.TOKEN_BITS)  # without successor and oldest token
-            keys, counts = count_equal((shorter_context << self.TOKEN_BITS) | successor)
-        unigrams = np.full(len(self.unigrams), 0.5)
-        unigrams[keys] += counts
-        self.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
-        return sum(length for _, _, length in spans)
-
-    def read_pairs(self, spans: list[tuple[Shard, int, int]]) -> np.ndarray:
-        """Each context of `order` tokens with its successor, as an integer, 9 bits a token:
-        newest token of the context … oldest token of the context | successor.
-        """
-        pairs = np.zeros(sum(length - self.order for _, _, length in spans), np.int64)
-        end = 0
-        for shard, start, length in spans:
-            tokens = shard.tokens(start, length)
-            for first in range(0, length - self.order, 2**15):  # pieces fit the CPU's cache
-                chunk = tokens[first:first + 2**15 + self.order].astype(np.int64)
-                piece = pairs[end:end + len(chunk) - self.order]
-                for offset in (*reversed(range(self.order)), self.order):  # the successor last
-                    piece <<= self.TOKEN_BITS
-                    piece |= chunk[offset:offset + len(piece)]
-                end += len(piece)
-            shard.release_pages()
-        return pairs
-
-    def tabulate(self, keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
-        """The table of an order from its (context, successor) pairs and their counts."""
-        contexts, num_successors = count_equal(keys >> self.TOKEN_BITS)
-        row = np.repeat(np.arange(len(contexts)), num_successors)
-        highest = 2**24 - 1
-        rarity = highest - np.minimum(counts, highest)
-        # sorted by context, the most frequent successor first: row | rarity, 24 bits | successor
-        successor = keys & self.TOKEN_MASK
-        pairs = np.sort((row << (24 + self.TOKEN_BITS)) | (rarity << self.TOKEN_BITS) | successor)
-        counts = highest - ((pairs >> self.TOKEN_BITS) & highest)
-        starts = np.cumsum(num_successors) - num_successors
-        totals = np.add.reduceat(counts, starts)
-        probs = (counts - discounts(counts)) / totals[row]
-        kept = np.arange(len(pairs)) - starts[row] < self.MAX_SUCCESSORS
-        starts = np.cumsum(np.minimum(num_successors, self.MAX_SUCCESSORS))
-        successors = torch.from_numpy((pairs[kept] & self.TOKEN_MASK).astype(np.int16))
-        probs = torch.from_numpy(probs[kept].astype(np.float16))
-        padding = (0, self.MAX_SUCCESSORS)
-        return dict(contexts=torch.from_numpy(contexts),
-                    starts=torch.from_numpy(np.append(0, starts).astype(np.int32)),
-                    successors=F.pad(successors, padding), probs=F.pad(probs, padding))
-
-
-def discounts(counts: np.ndarray) -> np.ndarray:
-    """Modified Kneser–Ney's discount of each count, from how many counts are 1, 2, 3 and 4."""
-    ones, twos, threes, fours = (max(1, np.count_nonzero(counts == count))
-                                 for count in (1, 2, 3, 4))
-    y = ones / (ones + 2 * twos)
-    of_count = [0, 1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes]
-    return np.clip(of_count, 0.1, [1, 0.9, 1.9, 2.9])[np.minimum(counts, 3)]
-
-
-def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """np.unique(values, return_counts=True), but sorts its argument instead of a copy."""
-    values.sort()
-    is_first = np.ones(len(values), bool)
-    np.not_equal(values[1:], values[:-1], out=is_first[1:])
-    first = np.flatnonzero(is_first)
-    return values[first], np.diff(first, append=len(values))
 
 
 def shifted(x: Tensor, back: int, fill: int = 0) -> Tensor:
@@ -1605,7 +1476,8 @@ class Trainer:
         else:
             all_reduce_sum(values, self.hardware)
             self.unread.append(QueuedStep(step, values, lambda: True))
-        return (~values.isfinite().all()).float() if self.max_unread else None
+        # 0 · ∞ is NaN, as is 0 · NaN
+        return (0 * values.sum()).isnan().float() if self.max_unread else None
 
     def read_losses(self, max_unread: int = 0) -> dict[int, float]:
         """Read queued steps until max_unread are left. Returns {steps done: mean loss}."""
@@ -1723,7 +1595,8 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
     log = Logger(run, hp, hardware, data)
     if hp.ngram_order and start_step == 0:
         clock.switch("train")  # counting is part of the training time
-        counted = trainer.model.suggestions.ngrams.count(data.train, hp.num_steps, hp.ngram_tokens)
+        counted = count_ngrams(trainer.model.suggestions.ngrams, data.train, hp.num_steps,
+                               hp.ngram_tokens)
         log.write(f"counted n-grams in {counted:,} tokens in {clock.now()['train']:.0f}ms")
         clock.switch(None)
     parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -2346,29 +2219,37 @@ def join_group(hardware: Hardware) -> None:
     if hardware.world_size == 1:
         return
     device_id = hardware.device if hardware.device.type == "cuda" else None
-    store = None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and hardware.launcher_pid:
-        # on one machine torchrun keeps its store over restarts, with the addresses of dead ranks
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    arrivals = [f"arrived{rank}" for rank in range(hardware.world_size)]
+    launcher_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    missing = "0"   # the host of the store, unless it answers
+    reason = ""
     try:
-        if store:  # NCCL would hang on a missing rank without naming it
-            store.set(arrivals[hardware.rank], "")
-            store.wait(arrivals, datetime.timedelta(seconds=hardware.timeout))
-        dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=hardware.rank,
-                                world_size=hardware.world_size, device_id=device_id,
-                                timeout=group_timeout(hardware))
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                              is_master=hardware.rank == 0 and not launcher_hosts_store,
+                              timeout=datetime.timedelta(seconds=hardware.timeout))
+        # torchrun keeps its store over restarts, with the addresses of dead ranks
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt{attempt}", store)
+        # before NCCL connects: it would hang without naming the rank
+        missing = missing_ranks(store, "arrived", hardware.rank, hardware.world_size,
+                                hardware.timeout)
+        if not missing:
+            dist.init_process_group("nccl" if device_id else "gloo", store=store,
+                                    rank=hardware.rank, world_size=hardware.world_size,
+                                    device_id=device_id, timeout=group_timeout(hardware))
+            return
     except dist.DistError as error:
-        missing = absent_ranks(store, "arrived", hardware.world_size) if store else "unknown"
-        raise UserError(f"rank {missing} did not arrive within --timeout={hardware.timeout:g} s "
-                        f"({reason_of(error)}); look at its machine, or wait longer") from None
+        reason = f" ({reason_of(error)})"
+    raise UserError(f"rank {missing or 'unknown'} did not arrive within "
+                    f"--timeout={hardware.timeout:g} s{reason}; look at its machine, or wait longer")
 
 
-def absent_ranks(store: dist.Store, key: str, world_size: int) -> str:
-    """The ranks that have not set their key."""
-    absent = [str(rank) for rank in range(world_size) if not store.check([f"{key}{rank}"])]
-    return " and ".join(absent) or "unknown"
+def missing_ranks(store: dist.Store, key: str, rank: int, world_size: int, seconds: float) -> str:
+    """Set this rank's key and wait for the others. Returns the ranks that did not set theirs."""
+    keys = [f"{key}{number}" for number in range(world_size)]
+    store.set(keys[rank], "")
+    with contextlib.suppress(dist.DistError):  # the time is over
+        store.wait(keys, datetime.timedelta(seconds=seconds))
+    return " and ".join(str(number) for number, key in enumerate(keys) if not store.check([key]))
 
 
 def group_timeout(hardware: Hardware) -> datetime.timedelta:
@@ -2414,17 +2295,15 @@ def check_ranks_agree(trainer: Trainer, step: int) -> None:
                                 "hardware and resume with --resume=auto")
 
 
-def find_silent_ranks(error: RuntimeError, patience_s: float = 3.0) -> str:
-    """After a failed collective every rank that still runs sets a key in the launcher's store."""
+def find_silent_ranks(error: RuntimeError) -> str:
+    """After a failed collective every rank that still runs sets a key in the store."""
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"alive{dist.get_rank()}", "")
-        time.sleep(patience_s)
-        silent = absent_ranks(store, "alive", dist.get_world_size())
+        silent = missing_ranks(store, "alive", dist.get_rank(), dist.get_world_size(), seconds=3)
     except RuntimeError:
         silent = "0, or its machine,"  # which hosts the store
-    return (f"rank {silent} stopped answering ({reason_of(error)}); look at its machine, then "
-            "resume with --resume=auto")
+    return (f"rank {silent or 'unknown'} stopped answering ({reason_of(error)}); look at its "
+            "machine, then resume with --resume=auto")
 
 
 class SignalHandler:
@@ -2876,7 +2755,151 @@ def data_module(name: str):
         raise UserError(str(error)) from None
 
 
+# ── n-grams: counted once, before the first step (NGrams, section 5) ──────────────────────────────
+
+def count_ngrams(ngrams: NGrams, loader: Loader, num_batches: int, limit: int) -> int:
+    """Fill the tables from `limit` tokens that the batches do not read. Returns their number.
+
+    Modified Kneser–Ney smoothing (Chen and Goodman, 1999): only the longest contexts count how
+    often a token follows them; the others count how many longer contexts it follows.
+    """
+    order = ngrams.order
+    spans = [(shard, start, length)
+             for shard, start, length in loader.unused(num_batches, limit)
+             if length > order]
+    if not spans:
+        return 0
+    keys, counts = count_equal(read_pairs(spans, order))
+    for n in range(order, 0, -1):
+        ngrams.set_table(n, **tabulate(keys, counts))
+        successor = keys & TOKEN_MASK
+        shorter_context = keys >> (2 * TOKEN_BITS)  # without successor and oldest token
+        keys, counts = count_equal((shorter_context << TOKEN_BITS) | successor)
+    unigrams = np.full(len(ngrams.unigrams), 0.5)
+    unigrams[keys] += counts
+    ngrams.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
+    return sum(length for _, _, length in spans)
+
+
+def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
+    """Each context of `order` tokens with its successor, as an integer, 9 bits a token:
+    newest token of the context … oldest token of the context | successor.
+    """
+    pairs = np.zeros(sum(length - order for _, _, length in spans), np.int64)
+    end = 0
+    for shard, start, length in spans:
+        tokens = shard.tokens(start, length)
+        for first in range(0, length - order, 2**15):  # pieces fit the CPU's cache
+            chunk = tokens[first:first + 2**15 + order].astype(np.int64)
+            piece = pairs[end:end + len(chunk) - order]
+            for offset in (*reversed(range(order)), order):  # the successor last
+                piece <<= TOKEN_BITS
+                piece |= chunk[offset:offset + len(piece)]
+            end += len(piece)
+        shard.release_pages()
+    return pairs
+
+
+def tabulate(keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
+    """The table of an order from its (context, successor) pairs and their counts."""
+    contexts, num_successors = count_equal(keys >> TOKEN_BITS)
+    row = np.repeat(np.arange(len(contexts)), num_successors)
+    highest = 2**24 - 1
+    rarity = highest - np.minimum(counts, highest)
+    # sorted by context, the most frequent successor first: row | rarity, 24 bits | successor
+    successor = keys & TOKEN_MASK
+    pairs = np.sort((row << (24 + TOKEN_BITS)) | (rarity << TOKEN_BITS) | successor)
+    counts = highest - ((pairs >> TOKEN_BITS) & highest)
+    starts = np.cumsum(num_successors) - num_successors
+    totals = np.add.reduceat(counts, starts)
+    probs = (counts - discounts(counts)) / totals[row]
+    kept = np.arange(len(pairs)) - starts[row] < MAX_SUCCESSORS
+    starts = np.cumsum(np.minimum(num_successors, MAX_SUCCESSORS))
+    successors = torch.from_numpy((pairs[kept] & TOKEN_MASK).astype(np.int16))
+    probs = torch.from_numpy(probs[kept].astype(np.float16))
+    padding = (0, MAX_SUCCESSORS)
+    return dict(contexts=torch.from_numpy(contexts),
+                starts=torch.from_numpy(np.append(0, starts).astype(np.int32)),
+                successors=F.pad(successors, padding), probs=F.pad(probs, padding))
+
+
+def discounts(counts: np.ndarray) -> np.ndarray:
+    """Modified Kneser–Ney's discount of each count, from how many counts are 1, 2, 3 and 4."""
+    ones, twos, threes, fours = (max(1, np.count_nonzero(counts == count))
+                                 for count in (1, 2, 3, 4))
+    y = ones / (ones + 2 * twos)
+    of_count = [0, 1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes]
+    return np.clip(of_count, 0.1, [1, 0.9, 1.9, 2.9])[np.minimum(counts, 3)]
+
+
+def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """np.unique(values, return_counts=True), but sorts its argument instead of a copy."""
+    values.sort()
+    is_first = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=is_first[1:])
+    first = np.flatnonzero(is_first)
+    return values[first], np.diff(first, append=len(values))
+
+
 # ═══ 13  Command line and main ════════════════════════════════════════════════════════════════════
+
+# ── the historical systems on 8×H100 (README: The lineage) ────────────────────────────────────────
+
+# Each is stated completely, so that no edit of a default changes it.
+SOFTCAP_2025_01_04 = dict(
+    train_files="data/fineweb10B/fineweb_train_*.bin",
+    val_files="data/fineweb10B/fineweb_val_*.bin",
+    vocab_size=50257, vocab_multiple=128, pad_embeddings=True, document_token=50256,
+    num_steps=1390, batch_tokens=8 * 64 * 1024, sequence_tokens=64 * 1024, segment_tokens=0,
+    align_documents=False, epochs=1, val_every=125, val_tokens=10_485_760, val_start=0,
+    val_sequence_tokens=0, target_loss=3.28,
+    num_layers=12, num_heads=6, model_dim=768, mlp_ratio=4,
+    value_layout="ends", value_lambdas=2, first_layer_values=False, no_attention="second_decoder",
+    rotary_base=1024.0, rotary_fraction=0.5, rotary_endpoint=True, attention_scale=0.0,
+    norm_eps=0.0, init_bound=1.0, logit_scale=1.0, softcap=15.0,
+    ngram_order=0, ngram_tokens=0, ngram_share=0.0, copy_lengths=(),
+    window_unit="block", window_start=128, window_end=1856, window_rounding="down",
+    short_window_layers="none", sum_loss=False,
+    embed_rate=0.6, head_rate=0.008, scalar_rate=0.04, adam_beta1=0.8, adam_beta2=0.95,
+    adam_eps=1e-8, adam_eps_first=False,
+    muon_rate=0.05, muon_momentum=0.95, muon_momentum_start=0.85, muon_warmup_steps=300,
+    muon_lerp=True, muon_nesterov=True, muon_decay=0.0, muon_steps=5, cooldown=0.4,
+    rate_floor=0.0, dtype="auto", bf16_embeddings=True, fp8_head=False, fp8_x_scale=0.0,
+    fp8_weight_scale=32.0, fp8_grad_scale=2.0**15, muon_dtype="auto", tune_kernels=False,
+    tune_products=False, seed=1337)
+SPARSE_2024_12_17 = SOFTCAP_2025_01_04 | dict(
+    num_steps=1490, cooldown=600.0, softcap=30.0, pad_embeddings=False, tune_kernels=True)
+MFU_2024_12_10 = SPARSE_2024_12_17 | dict(
+    num_steps=1480, pad_embeddings=True, value_layout="mirrored", no_attention="none",
+    rotary_base=10_000.0, rotary_fraction=1.0, rotary_endpoint=False)
+UNET_2024_12_08 = MFU_2024_12_10 | dict(
+    window_unit="token_in_block", window_start=64, window_end=1792)
+VALUES_2024_12_04 = UNET_2024_12_08 | dict(
+    num_steps=1530, window_unit="token", value_layout="per_layer", value_lambdas=1, muon_lerp=False)
+FLEX_2024_11_19 = VALUES_2024_12_04 | dict(
+    num_steps=1875, cooldown=562.0, muon_rate=0.04, adam_beta1=0.9, muon_warmup_steps=500,
+    window_start=1024, window_end=1024, value_layout="none", first_layer_values=True)
+FP8_2025_01_13 = SOFTCAP_2025_01_04 | dict(
+    num_steps=1395, pad_embeddings=False, norm_eps=2.0**-7, init_bound=0.75**0.5,
+    window_start=0, window_end=1728, window_rounding="up", rate_floor=0.1, fp8_head=True,
+    fp8_x_scale=2.0, fp8_grad_scale=2.0**13, tune_kernels=True)
+WINDOWS_2025_01_16 = FP8_2025_01_13 | dict(
+    num_steps=1393, attention_scale=0.12, short_window_layers="inner", adam_eps=1e-10)
+ALIGNED_2025_07_13 = WINDOWS_2025_01_16 | dict(
+    num_steps=1750, batch_tokens=8 * 48 * 1024, sequence_tokens=48 * 1024, align_documents=True,
+    val_sequence_tokens=256 * 1024, pad_embeddings=True, norm_eps=2.0**-23, logit_scale=0.0,
+    sum_loss=True, head_rate=0.22, adam_eps_first=True, cooldown=0.45, fp8_x_scale=0.0,
+    fp8_weight_scale=448 / 24, fp8_grad_scale=448.0, tune_kernels=False)
+
+PRESETS = {"h100": {}, "laptop": LAPTOP,
+           "2024-11-19": FLEX_2024_11_19, "2024-12-04": VALUES_2024_12_04,
+           "2024-12-08": UNET_2024_12_08, "2024-12-10": MFU_2024_12_10,
+           "2024-12-17": SPARSE_2024_12_17, "2025-01-04": SOFTCAP_2025_01_04,
+           "2025-01-13": FP8_2025_01_13, "2025-01-16": WINDOWS_2025_01_16,
+           "2025-07-13": ALIGNED_2025_07_13}
+
+
+# ── options ───────────────────────────────────────────────────────────────────────────────────────
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
          tuple: "a tuple of whole numbers, such as (4,8)",

@@ -3,6 +3,7 @@ import functools
 import inspect
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 import train_gpt  # noqa: E402
 
 torch.set_num_threads(1)
+# a shell that starts this in the background ignores SIGINT, and so would all that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 inspect.getsource = functools.cache(inspect.getsource)  # 0.1 s for each command line that is parsed
 settings.register_profile("trainer", deadline=None, derandomize=True, max_examples=40,
                           database=None, suppress_health_check=[HealthCheck.too_slow])

@@ -386,7 +386,7 @@ while os.environ["RANK"] == "{late}":
 def test_a_rank_that_does_not_arrive_is_named_before_nccl_waits_for_it(monkeypatch):
     """NCCL connects all ranks at once, and says nothing about the one that is missing."""
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(train_gpt.dist, "TCPStore", lambda *address: store)
+    monkeypatch.setattr(train_gpt.dist, "TCPStore", lambda *_, **__: store)
     begun = []
     monkeypatch.setattr(train_gpt.dist, "init_process_group", lambda *_, **__: begun.append(True))
     for name, value in dict(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR="localhost",

@@ -27,7 +27,7 @@ def count(tmp_path, tokens: np.ndarray, order: int, vocab_size: int) -> NGrams:
     write_shard(tmp_path / "text.bin", tokens)
     ngrams = NGrams(order, vocab_size)
     loader = Loader(str(tmp_path / "text.bin"), 128, 128, vocab_size=vocab_size)
-    assert ngrams.count(loader, 0, len(tokens)) == len(tokens) - 2
+    assert train_gpt.count_ngrams(ngrams, loader, 0, len(tokens)) == len(tokens) - 2
     return ngrams
 
 
@@ -89,8 +89,8 @@ def test_of_many_successors_the_most_frequent_are_kept(tmp_path):
     tokens[2:-1:2] = np.random.default_rng(0).permutation(pairs)
     ngrams = count(tmp_path, tokens, 1, 128)
     start, end = ngrams.starts_1[:2].tolist()
-    assert end - start == NGrams.MAX_SUCCESSORS
-    assert ngrams.successors_1[start:end].tolist() == list(range(1, 1 + NGrams.MAX_SUCCESSORS))
+    assert end - start == train_gpt.MAX_SUCCESSORS
+    assert ngrams.successors_1[start:end].tolist() == list(range(1, 1 + train_gpt.MAX_SUCCESSORS))
     assert (ngrams.probs_1[start:end].diff() < 0).all()
 
 
@@ -168,7 +168,8 @@ def test_every_part_of_the_model_learns(tmp_path):
     """After two steps no parameter is where it was, and the gates have opened."""
     hp = train_gpt.parse_command_line([*TINY, *NGRAMS, *make_data(tmp_path)])
     trainer = make_trainer(hp)
-    trainer.model.suggestions.ngrams.count(trainer.data.train, hp.num_steps, hp.ngram_tokens)
+    train_gpt.count_ngrams(trainer.model.suggestions.ngrams, trainer.data.train, hp.num_steps,
+                           hp.ngram_tokens)
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     train_steps(trainer, 3)
     for name, p in trainer.model.named_parameters():
@@ -225,7 +226,8 @@ def test_a_saved_model_has_its_tables(whole):
 def test_compiled_it_computes_the_same(tmp_path):
     hp = train_gpt.parse_command_line([*TINY, *NGRAMS, *make_data(tmp_path)])
     trainer = make_trainer(hp)
-    trainer.model.suggestions.ngrams.count(trainer.data.train, hp.num_steps, hp.ngram_tokens)
+    train_gpt.count_ngrams(trainer.model.suggestions.ngrams, trainer.data.train, hp.num_steps,
+                           hp.ngram_tokens)
     ngrams = trainer.model.suggestions.ngrams
     compiled = torch.compile(ngrams, dynamic=False, fullgraph=True, backend="eager")
     inputs = torch.arange(256) % 60
