@@ -403,6 +403,16 @@ def test_a_rank_that_does_not_arrive_is_named_before_nccl_waits_for_it(monkeypat
     assert begun
 
 
+@pytest.mark.parametrize("rank, missing", [(0, 1), (1, 0)])
+def test_a_missing_rank_is_named_where_rank_0_hosts_the_store(monkeypatch, rank, missing):
+    """As on several machines, whose launchers keep no store for the ranks."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    hardware = train_gpt.Hardware(rank=rank, world_size=2, timeout=0.5)
+    with pytest.raises(train_gpt.UserError, match=f"rank {missing} did not arrive within"):
+        train_gpt.join_group(hardware)
+
+
 def test_survivors_on_gpus_do_not_wait_for_a_rank_that_is_gone(monkeypatch):
     """torchrun sends a signal when a rank is gone, and kills later; NCCL notices nothing."""
     silent = types.SimpleNamespace(is_completed=lambda: False)
