@@ -1426,7 +1426,7 @@ class Trainer:
             work.wait()
         found_inf = self.queue_metrics(mean_loss, step)
         losses = self.read_losses(self.max_unread)  # raises before a weight changes
-        adam.found_inf = found_inf
+        adam.found_inf = found_inf  # above zero: fused Adam changes nothing
         adam.step()
         muon.finish_updates(muon_updates, found_inf)
         self.model.zero_grad(set_to_none=True)
