@@ -26,6 +26,7 @@ A first reading can skip the dated presets (1), Float8Matmul (5) and the suggest
 copies (5), which only the laptop run has.
 """
 import argparse
+import ast
 import bisect
 import collections
 import contextlib
@@ -2880,26 +2881,25 @@ def data_module(name: str):
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
          tuple: "a tuple of whole numbers, such as (4,8)",
-         str | tuple: "a name or a tuple of whole numbers and None"}
+         str | tuple: "a name or a tuple of whole numbers and None, such as (3,)"}
 
 
 def parse_value(kind, text: str):
-    """Parse text as a value of a field of this type."""
-    with contextlib.suppress(ValueError, OverflowError):
-        if kind is str or (kind == str | tuple and not text.startswith("(")):
-            return text
-        if kind is bool and text.lower() in ("true", "yes", "1", "false", "no", "0"):
-            return text.lower() in ("true", "yes", "1")
-        if kind is int and re.fullmatch(r"-?\d+", text):
-            return int(text)
-        if kind is int and float(text) == int(float(text)):  # 1e6
-            return int(float(text))
-        if kind is float and math.isfinite(float(text)):
-            return float(text)
-        if kind in (tuple, str | tuple) and re.fullmatch(r"\(.*\)", text):
-            entries = [entry.strip() for entry in text.strip("()").split(",") if entry.strip()]
-            return tuple(None if entry == "None" else int(entry) for entry in entries)
-    raise argparse.ArgumentTypeError(f"{text!r} is not {KINDS[kind]}")
+    """Text as a value for a field of this type. What is none stays text: check_types refuses it."""
+    if kind is str:
+        return text
+    if kind is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        return words.get(text.lower(), text)
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is int and type(value) is float and value.is_integer():  # 1e6
+        return int(value)
+    return value
 
 
 class Parser(argparse.ArgumentParser):
@@ -2922,19 +2922,18 @@ def build_parser(shown: Hyperparameters | None = None) -> Parser:
             group = parser.add_argument_group(heading[1])
         elif field:
             name, meaning = field.groups("")
-            group.add_argument(f"--{name}", type=functools.partial(parse_value, FIELDS[name]),
-                               metavar=str(getattr(shown, name, "")),
-                               help=meaning.replace("%", "%%"),
-                               nargs="?" if FIELDS[name] is bool else None,
-                               const=True if FIELDS[name] is bool else None,
-                               action="append" if name == "preset" else "store")
+            options = dict(type=functools.partial(parse_value, FIELDS[name]),
+                           metavar=str(getattr(shown, name, "")), help=meaning.replace("%", "%%"))
+            if FIELDS[name] is bool:
+                options |= dict(nargs="?", const=True)  # --name alone is true
+            if name == "preset":
+                options |= dict(action="append")
+            group.add_argument(f"--{name}", **options)
     return parser
 
 
 def parse_options(arguments: list[str]) -> dict:
     """What the command line says, and only that: {name: value}."""
-    arguments = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), argument)
-                 for argument in arguments]  # --num-steps is --num_steps
     options, unknown = build_parser().parse_known_args(arguments)
     if unknown:
         word = unknown[0].lstrip("-").partition("=")[0]
@@ -2960,12 +2959,14 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
         on_gpus = device in ("auto", "cuda") and torch.cuda.is_available()
         preset = "h100" if on_gpus else "laptop"
     if preset != values.get("preset"):  # a checkpoint has the values of its own preset
-        presets = [(name, PRESETS.get(name)) for name in preset.split("+")]
-        if "laptop" in dict(presets):
-            presets.insert(0, ("laptop", LAPTOP_ARCHITECTURE))  # the others come after it, and win
-        for name, fields in presets:
-            if fields is None:
+        names = preset.split("+")
+        for name in names:
+            if name not in PRESETS:
                 raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
+        layers = [(name, PRESETS[name]) for name in names]
+        if "laptop" in names:
+            layers.insert(0, ("laptop", LAPTOP_ARCHITECTURE))  # the others come after it, and win
+        for name, fields in layers:
             values |= fields
             origins |= dict.fromkeys(fields, f"preset {name}")
     values |= options | dict(preset=preset)
@@ -2983,12 +2984,19 @@ def parse_command_line(arguments: list[str]) -> Hyperparameters:
     return resolve(parse_options(arguments))
 
 
-def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, list[str]]:
-    """(hyperparameters, notes) of a run that continues with its checkpoint's own values.
+def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
+    """The hyperparameters of the run, its folder and the checkpoint that it resumes from.
 
-    Refuses options that change the training, unless --resume_anyway is given.
+    A run that resumes has the checkpoint's own hyperparameters. Options that change the training
+    are refused without --resume_anyway.
     """
+    asked = Hyperparameters(**options)
+    if asked.checkpoint or (asked.show and not asked.resume):
+        return resolve(options), Run(Path())
+    run = find_run(asked)
     hp = resolve(options, run.checkpoint)
+    if not run.checkpoint:
+        return hp, run
     saved = asdict(Hyperparameters(**run.checkpoint["hyperparameters"]))
     changed = {name: f"{name} {saved[name]!r} → {value!r}" for name, value in asdict(hp).items()
                if value != saved[name]
@@ -2997,24 +3005,8 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
     if refused and not options.get("resume_anyway"):
         raise UserError(f"--resume={hp.resume}: this changes the training of the checkpoint: "
                         f"{', '.join(refused)}; leave these options out, or add --resume_anyway")
-    notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
-    with contextlib.suppress(UserError):  # the values of this file may be invalid with the options
-        in_file = asdict(resolve(options | dict(preset=hp.preset)))
-        edited = [f"{name}={in_file[name]} (checkpoint: {value})" for name, value in saved.items()
-                  if value != in_file[name] and name not in MAY_CHANGE_ON_RESUME
-                  and hp.origins[name].startswith(("default", "preset"))]
-        if edited:
-            notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
-    return hp, notes
-
-
-def check_types(hp: Hyperparameters) -> None:
-    """Refuse values of the wrong type, from an edited default or a checkpoint."""
-    for name, kind in FIELDS.items():
-        value = getattr(hp, name)
-        accepted = (int | float) if kind is float else kind
-        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise UserError(f"{name} = {value!r}: expected {KINDS[kind]}")
+    run.notes.append(f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}")
+    return hp, run
 
 
 def require(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
@@ -3028,6 +3020,20 @@ def require_multiple(hp: Hyperparameters, name: str, unit: int, of_what: str) ->
     require(hp, value % unit == 0, name, f"a multiple of {of_what}; the nearest is {nearest}")
 
 
+def check_types(hp: Hyperparameters) -> None:
+    """Refuse values of the wrong type, from the command line, an edited default or a checkpoint."""
+    for name, kind in FIELDS.items():
+        value = getattr(hp, name)
+        accepted = int | float if kind is float else kind
+        fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+        if isinstance(value, float):
+            fits = fits and math.isfinite(value)
+        if isinstance(value, tuple):
+            fits = fits and all(isinstance(entry, int | None) for entry in value)
+        if not fits:
+            raise UserError(f"--{name}={value!r}: expected {KINDS[kind]}")
+
+
 def validate(hp: Hyperparameters) -> None:
     """Refuse impossible values and combinations, each in one sentence."""
     check_types(hp)
@@ -3038,15 +3044,18 @@ def validate(hp: Hyperparameters) -> None:
     for name, highest in AT_MOST.items():
         require(hp, getattr(hp, name) <= highest, name, f"at most {highest}")
     for name, choices in CHOICES.items():
+        expected = f"one of {', '.join(choices)}"
+        if FIELDS[name] == str | tuple:
+            expected += ", or a tuple"
         is_tuple = isinstance(getattr(hp, name), tuple)
-        require(hp, is_tuple or getattr(hp, name) in choices, name, f"one of {', '.join(choices)}")
-    for name in ("train_files", "val_files", "log_dir"):
-        require(hp, getattr(hp, name) != "", name, "a path")
-    require(hp, re.fullmatch(r"[\w.+-]*", hp.run_id) and hp.run_id not in (".", ".."), "run_id",
+        require(hp, is_tuple or getattr(hp, name) in choices, name, expected)
+    require(hp, re.fullmatch(r"([\w+-][\w.+-]*)?", hp.run_id) is not None, "run_id",
             "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
     unit = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1)
     reason = "4 × num_heads, and 16 for FP8" if hp.fp8_head else "4 × num_heads"
     require_multiple(hp, "model_dim", unit, f"{unit} ({reason})")
+    require(hp, hp.document_token < hp.vocab_size, "document_token",
+            f"less than vocab_size={hp.vocab_size}")
     require(hp, not (hp.align_documents and hp.segment_tokens), "align_documents",
             "false where segment_tokens is set: a segment starts anywhere")
     require(hp, not (hp.align_documents and hp.ngram_order), "align_documents",
@@ -3056,13 +3065,12 @@ def validate(hp: Hyperparameters) -> None:
                 "0 with more than 512 tokens: contexts are integers of 9 bits a token")
         require(hp, hp.ngram_tokens > 0, "ngram_tokens",
                 "the number of tokens to count, such as 1e7")
-    require(hp, [*hp.copy_lengths] == sorted({*hp.copy_lengths} & {*range(1, 65)}), "copy_lengths",
+    lengths = [length for length in range(1, 65) if length in hp.copy_lengths]
+    require(hp, hp.copy_lengths == tuple(lengths), "copy_lengths",
             "lengths from 1 to 64, in order")
-    require(hp, hp.document_token < hp.vocab_size, "document_token",
-            f"less than vocab_size={hp.vocab_size}")
     for name, layers in (("no_attention", hp.layers_without_attention),
                          ("short_window_layers", hp.layers_with_short_window)):
-        require(hp, all(layer in range(hp.num_layers) for layer in layers), name,
+        require(hp, {*layers} <= {*range(hp.num_layers)}, name,
                 f"layers from 0 to {hp.num_layers - 1}")
     require(hp, len(hp.value_tables) == hp.num_layers, "value_layout",
             f"one entry for each of the {hp.num_layers} layers")
@@ -3131,21 +3139,6 @@ def print_error(error: UserError | str) -> int:
     where = "error" if rank == "0" else f"error on rank {rank}"
     print(f"{where}: {error}", file=sys.stderr, flush=True)
     return 2
-
-
-def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
-    """The hyperparameters of the run, its folder and the checkpoint that it resumes from."""
-    asked = Hyperparameters(**options)
-    if asked.checkpoint or not asked.resume:
-        hp = resolve(options)  # refuses wrong options before anything else
-        if hp.checkpoint or hp.show:
-            return hp, Run(Path())
-    run = find_run(asked)
-    if not run.checkpoint:
-        return resolve(options), run
-    hp, notes = resume_hyperparameters(options, run)
-    run.notes += notes
-    return hp, run
 
 
 def main(arguments: list[str]) -> int:

@@ -241,7 +241,7 @@ def test_compiled_it_computes_the_same(tmp_path):
     (["--copy_lengths=(0,)"], r"--copy_lengths=\(0,\): expected lengths from 1 to 64"),
     (["--copy_lengths=(4,2)"], r"--copy_lengths=\(4, 2\): expected lengths from 1 to 64, in order"),
     (["--copy_lengths=(2,2)"], r"--copy_lengths=\(2, 2\): expected lengths from 1 to 64, in order"),
-    (["--copy_lengths=4"], "--copy_lengths: '4' is not a tuple of whole numbers, such as")])
+    (["--copy_lengths=4"], "--copy_lengths=4: expected a tuple of whole numbers, such as")])
 def test_what_cannot_be_counted(options, sentence):
     with pytest.raises(train_gpt.UserError, match=sentence):
         train_gpt.parse_command_line([*TINY, *NGRAMS, *options])
