@@ -236,7 +236,6 @@ def test_compiled_it_computes_the_same(tmp_path):
 
 @pytest.mark.parametrize("options, sentence", [
     (["--vocab_size=600"], "--ngram_order=3: expected 0 with more than 512 tokens"),
-    (["--ngram_tokens=0"], "--ngram_tokens=0: expected the number of tokens to count"),
     (["--ngram_order=7"], "--ngram_order=7: expected at most 6"),
     (["--copy_lengths=(0,)"], r"--copy_lengths=\(0,\): expected lengths from 1 to 64"),
     (["--copy_lengths=(4,2)"], r"--copy_lengths=\(4, 2\): expected lengths from 1 to 64, in order"),
