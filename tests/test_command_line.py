@@ -388,8 +388,7 @@ REFUSED = [
         ("adam_beta1", "1", 0.999999), ("adam_beta2", "1.5", 0.999999), ("value_lambdas", "3", 2),
         ("rotary_fraction", "1.5", 1), ("rate_floor", "1.1", 1), ("seed", str(2**63), 2**63 - 1),
         ("seed", "1e30", 2**63 - 1), ("batch_tokens", "1e15", 10**12),
-        ("vocab_size", "70000", 65536), ("timeout", "1e300", 10**6),
-        ("sequence_tokens", "1e9", "batch_tokens=4096")]),
+        ("vocab_size", "70000", 65536), ("timeout", "1e300", 10**6)]),
     *((f"num_steps={value}", "a whole number") for value in
       ("1.5", "10.2", "ten", "inf", "nan", "", "1e400", "True", "None", "(1,)")),
     *((f"softcap={value}", "a number") for value in
@@ -457,9 +456,10 @@ def test_validation_is_cut_into_its_own_sequences():
     assert parse_command_line(aligned).sequence_tokens == 49_152
 
 
-def test_a_long_sequence_does_not_ask_for_a_huge_batch():
-    message = refusal("--preset=h100", "--sequence_tokens=1e9")
-    assert message == "--sequence_tokens=1000000000: expected at most batch_tokens=393216"
+def test_a_sequence_longer_than_the_batch_is_refused():
+    message = refusal("--preset=h100", "--sequence_tokens=1048576")
+    assert message == ("--batch_tokens=393216: expected a multiple of sequence_tokens=1048576; the "
+                       "nearest is 1048576")
 
 
 @pytest.mark.parametrize("argument, nearest", [
