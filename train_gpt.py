@@ -2788,17 +2788,16 @@ def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
                     vocab_size=hp.vocab_size, epochs=hp.epochs, seed=hp.seed,
                     document_token=hp.document_token, align_documents=hp.align_documents,
                     num_batches=hp.num_steps, share=share)
-    remedies = ["lower --batch_tokens or --sequence_tokens"]  # where there is no whole batch
+    remedy = "lower --batch_tokens or --sequence_tokens"  # where there is no whole batch
     if 0 < len(loader) < hp.num_steps:
-        batches_per_epoch = len(loader) // hp.epochs
-        remedies = [f"repeat them with --epochs={-(-hp.num_steps // batches_per_epoch)}",
-                    f"lower it to --num_steps={len(loader)}"]
+        epochs = math.ceil(hp.num_steps / (len(loader) // hp.epochs))
+        remedy = f"repeat them with --epochs={epochs}, or lower it to --num_steps={len(loader)}"
         # with what is skipped between aligned sequences
         tokens_per_batch = sum(shard.num_tokens for shard in loader.shards) // len(loader)
         source, _, count = missing_data(hp, tokens_per_batch).partition(" ")
         if source:
-            remedies.insert(0, f"fetch the rest with: python data/{source}.py {count}")
-    check_budget(loader, f"--num_steps={hp.num_steps}", hp.num_steps, remedies)
+            remedy = f"fetch the rest with: python data/{source}.py {count}, or {remedy}"
+    check_budget(loader, f"--num_steps={hp.num_steps}", hp.num_steps, remedy)
     return loader
 
 
@@ -2811,15 +2810,14 @@ def open_val(hp: Hyperparameters, hardware: Hardware) -> Loader:
     remedy = "lower --val_start or --sequence_tokens"
     if possible > 0:
         remedy = f"lower it to --val_tokens={possible}"
-    check_budget(loader, f"--val_tokens={hp.val_tokens}", needed, [remedy])
+    check_budget(loader, f"--val_tokens={hp.val_tokens}", needed, remedy)
     return loader
 
 
-def check_budget(loader: Loader, asked: str, needed: int, remedies: list[str]) -> None:
+def check_budget(loader: Loader, asked: str, needed: int, remedy: str) -> None:
     if len(loader) < needed:
         raise UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches "
-                        f"of {loader.batch_tokens} tokens and {asked} needs {needed}; "
-                        f"{', or '.join(remedies)}")
+                        f"of {loader.batch_tokens} tokens and {asked} needs {needed}; {remedy}")
 
 
 def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | None]:
@@ -2950,15 +2948,14 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
         preset = "h100" if on_gpus else "laptop"
     if preset != values.get("preset"):  # a checkpoint has the values of its own preset
         names = preset.split("+")
+        if "laptop" in names:  # the presets come after it, and win
+            values |= LAPTOP_ARCHITECTURE
+            origins |= dict.fromkeys(LAPTOP_ARCHITECTURE, "preset laptop")
         for name in names:
             if name not in PRESETS:
                 raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
-        presets = [(name, PRESETS[name]) for name in names]
-        if "laptop" in names:
-            presets.insert(0, ("laptop", LAPTOP_ARCHITECTURE))  # the others come after it, and win
-        for name, fields in presets:
-            values |= fields
-            origins |= dict.fromkeys(fields, f"preset {name}")
+            values |= PRESETS[name]
+            origins |= dict.fromkeys(PRESETS[name], f"preset {name}")
     values |= options | dict(preset=preset)
     origins |= dict.fromkeys(options, "command line")
     hp = Hyperparameters(**values)
@@ -2999,7 +2996,7 @@ def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
     return hp, run
 
 
-def require(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
+def require(hp: Hyperparameters, holds, name: str, expected: str) -> None:
     if not holds:
         raise UserError(f"--{name}={getattr(hp, name)}: expected {expected}")
 
@@ -3031,7 +3028,7 @@ def validate(hp: Hyperparameters) -> None:
             expected += ", or a tuple"
         is_tuple = isinstance(getattr(hp, name), tuple)
         require(hp, is_tuple or getattr(hp, name) in choices, name, expected)
-    require(hp, re.fullmatch(r"([\w+-][\w.+-]*)?", hp.run_id) is not None, "run_id",
+    require(hp, re.fullmatch(r"([\w+-][\w.+-]*)?", hp.run_id), "run_id",
             "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
     unit = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1)
     reason = "4 × num_heads, and 16 for FP8" if hp.fp8_head else "4 × num_heads"
@@ -3052,9 +3049,8 @@ def validate(hp: Hyperparameters) -> None:
                 f"layers from 0 to {hp.num_layers - 1}")
     require(hp, len(hp.value_tables) == hp.num_layers, "value_layout",
             f"one entry for each of the {hp.num_layers} layers")
-    if hp.sample:
-        require(hp, hp.checkpoint != "", "checkpoint",
-                "a model.pt or a run's folder to sample from")
+    require(hp, hp.checkpoint or not hp.sample, "checkpoint",
+            "a model.pt or a run's folder to sample from")
 
 
 def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
