@@ -26,6 +26,7 @@ A first reading can skip Float8Matmul (5) and the suggestions of n-grams and cop
 the laptop run has.
 """
 import argparse
+import ast
 import bisect
 import collections
 import contextlib
@@ -2378,7 +2379,6 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
     hardware = Hardware(rank=int(os.environ.get("RANK", 0)),
                         world_size=int(os.environ.get("WORLD_SIZE", 1)),
                         timeout=hp.timeout)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the ranks of this machine
     if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun on one machine
         hardware.launcher_pid = os.getppid()
     kind = hp.device
@@ -2386,27 +2386,33 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device=mps: this machine has none; give --device=cpu")
-    if kind == "cuda" and local_rank >= torch.cuda.device_count():
-        raise UserError(f"--device=cuda: rank {hardware.rank} needs GPU {local_rank} and there "
-                        f"are {torch.cuda.device_count()}; start one process per GPU, or give "
-                        "--device=cpu")
-    hardware.device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
 
-    gpu = torch.cuda.get_device_properties(hardware.device) if kind == "cuda" else None
-    # GPUs compute in bfloat16 from Ampere on (older ones emulate it); on a CPU only Muon does.
-    has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    cpu = torch.cpu.get_capabilities() if kind == "cpu" else {}
+    hardware.device = torch.device(kind)
+    gpu = None          # its properties
+    has_bf16 = False    # fast: GPUs before Ampere emulate it, and on a CPU only Muon gains
+    muon_has_bf16 = False
+    if kind == "cuda":
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the ranks of this machine
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(f"--device=cuda: rank {hardware.rank} needs GPU {local_rank} and there "
+                            f"are {torch.cuda.device_count()}; start one process per GPU, or give "
+                            "--device=cpu")
+        hardware.device = torch.device(kind, local_rank)
+        gpu = torch.cuda.get_device_properties(hardware.device)
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        muon_has_bf16 = has_bf16
+        lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
+        hardware.has_fp8 = (gpu.major, gpu.minor) >= lowest
+    elif kind == "cpu":
+        cpu = torch.cpu.get_capabilities()
+        muon_has_bf16 = cpu.get("avx512_bf16") or cpu.get("amx_bf16")
+
     hardware.dtype = choose_dtype(hp.dtype, has_bf16)
-    muon_has_bf16 = has_bf16 or cpu.get("avx512_bf16") or cpu.get("amx_bf16")
     hardware.muon_dtype = choose_dtype(hp.muon_dtype, muon_has_bf16)
     if hp.dtype == "float64" and hp.muon_dtype == "auto":
         hardware.muon_dtype = torch.float64
-    if kind == "cuda":
-        lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
-        hardware.has_fp8 = (gpu.major, gpu.minor) >= lowest
     hardware.why_not_compiled = why_not_compile(hp, kind, gpu)
     hardware.compile = not hardware.why_not_compiled
-
     can_flex = has_bf16 and hardware.compile
     if hp.attention == "flex" and not can_flex:
         raise UserError("--attention=flex: it trains only compiled, on a GPU with bfloat16 "
@@ -2425,21 +2431,19 @@ def choose_dtype(name: str, has_bf16: bool) -> torch.dtype:
 
 
 def why_not_compile(hp: Hyperparameters, device_type: str, gpu=None) -> str:
-    """The reason not to use torch.compile; empty where it is used. gpu: its properties.
-
-    On a CPU it makes a step a fifth faster, after a minute of compiling: only long runs gain.
-    """
+    """The reason not to use torch.compile; empty where it is used. gpu: its properties."""
     if hp.compile == "no":
         return "--compile=no"
+    flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
+    if hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
+        # it makes a step a fifth faster, after a minute of compiling
+        return "the run is too short for it to pay on a CPU"
     problem = ""
     if device_type == "mps":
         problem = "there is no compiler for it"
     elif device_type == "cpu":
-        flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
         if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
             problem = "there is no C++ compiler (g++ or clang++) here"
-        elif hp.compile == "auto" and flops < 1e14:
-            return "the run is too short for it to pay on a CPU"
     elif gpu.major < 7:
         problem = "there is no Triton for this GPU"
     else:
@@ -2523,22 +2527,24 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
     Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them.
     """
     itemsize = hardware.dtype.itemsize
-    attention_layers = hp.num_layers - len(hp.layers_without_attention)
     embedding_itemsize = itemsize if hp.bf16_embeddings else 4
     embeddings = (1 + hp.num_value_tables) * hp.embedding_rows * hp.model_dim * embedding_itemsize
     head = 4 * hp.padded_vocab * hp.model_dim
-    suggestion_rows = len(hp.copy_lengths) * (hp.padded_vocab + 1)  # tables, gates
-    if hp.copy_lengths:
-        suggestion_rows += 1                                        # what was not found
+    suggestion_rows = 0
+    if hp.copy_lengths:  # a table and a gate for each length; what was not found
+        suggestion_rows += len(hp.copy_lengths) * (hp.padded_vocab + 1) + 1
     if hp.ngram_order:
         suggestion_rows += hp.padded_vocab + 1
     suggestions = 4 * suggestion_rows * hp.model_dim
+    attention_layers = hp.num_layers - len(hp.layers_without_attention)
     matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
+
     parameters = 5 * (embeddings + head + suggestions)  # weights, gradients twice, two moments
     parameters += 3 * matrices                          # weights, gradients twice
     parameters += matrices / hardware.world_size        # momentum, shared among the ranks
     if hp.ngram_order:
         parameters += 3 * hp.ngram_tokens               # tables of n-grams
+
     per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim  # activations kept for the backward pass
     if hardware.attention == "banded" and hardware.device.type != "cpu":
         band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
@@ -2565,32 +2571,38 @@ def available_bytes(hardware: Hardware) -> float:
     if hardware.device.type != "cuda":
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
-    cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    gpu_bytes = min(card.total_memory for card in cards)
     if hardware.world_size == 1:
         free_bytes, _ = torch.cuda.mem_get_info(hardware.device)
-        gpu_bytes = min(gpu_bytes, free_bytes)
-    return usable_bytes(gpu_bytes)
+        return usable_bytes(free_bytes)
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return usable_bytes(min(gpu.total_memory for gpu in gpus))
 
 
 def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str) -> int:
     """The longest length that divides the batch (or the validation), halved until it fits."""
-    cut = []
+    length = getattr(hp, name)
     if name == "sequence_tokens":
-        cut.append(hp.batch_tokens // hardware.world_size)
+        length = math.gcd(length, hp.batch_tokens // hardware.world_size)
     if name == "val_sequence_tokens" or not hp.val_sequence_tokens:
-        cut += [hp.val_tokens, hp.val_start]
-    length = math.gcd(getattr(hp, name), *cut)
+        length = math.gcd(length, hp.val_tokens, hp.val_start)
+    if length % BLOCK:
+        return getattr(hp, name)  # check_sequences says what does not divide
     shortest = math.lcm(BLOCK, hp.segment_tokens or 1)
-
-    def fits(length: int) -> bool:
-        """With the other length at 0: the peak is the larger of the two."""
-        lengths = dict.fromkeys(SEQUENCE_LENGTHS, 0) | {name: length}
-        return memory_needed(dataclasses.replace(hp, **lengths), hardware) <= hardware.memory_bytes
-
-    while length % (2 * shortest) == 0 and not fits(length):
+    # the other length at 0: the peak is the larger of the two
+    alone = dataclasses.replace(hp, sequence_tokens=0, val_sequence_tokens=0)
+    setattr(alone, name, length)
+    while memory_needed(alone, hardware) > hardware.memory_bytes and length % (2 * shortest) == 0:
         length //= 2
+        setattr(alone, name, length)
     return length
+
+
+def less_memory(hp: Hyperparameters) -> str:
+    """The remedy where memory is short: sequences of half the length, as far as they divide."""
+    shortest = math.lcm(BLOCK, hp.segment_tokens or 1)
+    halves = {name: getattr(hp, name) // 2 for name in SEQUENCE_LENGTHS}
+    shorter = [f"--{name}={half}" for name, half in halves.items() if half and half % shortest == 0]
+    return f"give {' '.join(shorter)}" if shorter else "lower --model_dim or --num_layers"
 
 
 def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False) -> list[str]:
@@ -2622,25 +2634,13 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
     for name in SEQUENCE_LENGTHS:
         if name in may_change and getattr(hp, name):
             length = fitting_length(hp, hardware, name)
-            # not a multiple of BLOCK: left as it is, for check_sequences to name the reason
-            if length != getattr(hp, name) and length % BLOCK == 0:
+            if length != getattr(hp, name):
                 change(name, length, "to divide the batch or the validation, and to fit the memory")
     needed = memory_needed(hp, hardware)
     if needed > hardware.memory_bytes:
         notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
-                     f"{hardware.memory_bytes / 2**30:.1f}; {less_memory(hp, hardware)}")
+                     f"{hardware.memory_bytes / 2**30:.1f}; {less_memory(hp)}")
     return notes
-
-
-def less_memory(hp: Hyperparameters, hardware: Hardware) -> str:
-    """The remedy where memory is short: a length that needs less than now, and fits."""
-    limit = min(hardware.memory_bytes, memory_needed(hp, hardware) - 1)
-    smaller = dataclasses.replace(hardware, memory_bytes=limit)
-    for name in SEQUENCE_LENGTHS:
-        length = fitting_length(hp, smaller, name)
-        if memory_needed(dataclasses.replace(hp, **{name: length}), hardware) <= limit:
-            return f"give --{name}={length}"
-    return "lower --model_dim or --num_layers"
 
 
 # ── data: shards, token budget, manifests ─────────────────────────────────────────────────────────
@@ -2664,23 +2664,17 @@ def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
                     vocab_size=hp.vocab_size, epochs=hp.epochs, seed=hp.seed,
                     document_token=hp.document_token, align_documents=hp.align_documents,
                     num_batches=hp.num_steps, share=share)
-    if len(loader) >= hp.num_steps:
-        return loader
-    remedies = []
-    tokens_per_batch = 0  # with what is skipped between aligned sequences
-    if len(loader):
+    remedy = "lower --batch_tokens or --sequence_tokens"  # where there is no whole batch
+    if 0 < len(loader) < hp.num_steps:
+        epochs = math.ceil(hp.num_steps / (len(loader) // hp.epochs))
+        remedy = f"repeat them with --epochs={epochs}, or lower it to --num_steps={len(loader)}"
+        # with what is skipped between aligned sequences
         tokens_per_batch = sum(shard.num_tokens for shard in loader.shards) // len(loader)
-    source, _, count = missing_data(hp, tokens_per_batch).partition(" ")
-    if source:
-        remedies.append(f"fetch the rest with: python data/{source}.py {count}".rstrip())
-    batches_per_epoch = len(loader) // hp.epochs
-    if batches_per_epoch:
-        remedies.append(f"repeat them with --epochs={-(-hp.num_steps // batches_per_epoch)}")
-    if len(loader):
-        remedies.append(f"lower it to --num_steps={len(loader)}")
-    else:
-        remedies.append("lower --batch_tokens or --sequence_tokens")
-    raise too_few_tokens(loader, f"--num_steps={hp.num_steps}", hp.num_steps, remedies)
+        source, _, count = missing_data(hp, tokens_per_batch).partition(" ")
+        if source:
+            remedy = f"fetch the rest with: python data/{source}.py {count}, or {remedy}"
+    check_budget(loader, f"--num_steps={hp.num_steps}", hp.num_steps, remedy)
+    return loader
 
 
 def open_val(hp: Hyperparameters, hardware: Hardware) -> Loader:
@@ -2688,19 +2682,18 @@ def open_val(hp: Hyperparameters, hardware: Hardware) -> Loader:
     tokens = hp.val_sequence_tokens or hp.sequence_tokens
     loader = Loader(hp.val_files, tokens, tokens, device=hardware.device, vocab_size=hp.vocab_size)
     needed = (hp.val_start + hp.val_tokens) // tokens
-    if len(loader) >= needed:
-        return loader
     possible = len(loader) * tokens - hp.val_start
     remedy = "lower --val_start or --sequence_tokens"
     if possible > 0:
         remedy = f"lower it to --val_tokens={possible}"
-    raise too_few_tokens(loader, f"--val_tokens={hp.val_tokens}", needed, [remedy])
+    check_budget(loader, f"--val_tokens={hp.val_tokens}", needed, remedy)
+    return loader
 
 
-def too_few_tokens(loader: Loader, asked: str, needed: int, remedies: list[str]) -> UserError:
-    return UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches of "
-                     f"{loader.batch_tokens} tokens and {asked} needs {needed}; "
-                     f"{', or '.join(remedies)}")
+def check_budget(loader: Loader, asked: str, needed: int, remedy: str) -> None:
+    if len(loader) < needed:
+        raise UserError(f"{loader.pattern}: {len(loader.paths)} shards hold {len(loader)} batches "
+                        f"of {loader.batch_tokens} tokens and {asked} needs {needed}; {remedy}")
 
 
 def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | None]:
@@ -2712,11 +2705,6 @@ def check_manifests(hp: Hyperparameters, loader: Loader) -> tuple[dict, float | 
         return shards.check_manifests(held, hp.vocab_size, hp.document_token)
 
 
-def has_data_scripts() -> bool:
-    """False where train_gpt.py was copied without data/."""
-    return (FOLDER / "data" / "shards.py").is_file()
-
-
 def missing_data(hp: Hyperparameters, tokens_per_batch: int = 0) -> str:
     """What run.sh fetches: "enwik8", "fineweb N" for N training shards, or "" for nothing.
 
@@ -2725,29 +2713,30 @@ def missing_data(hp: Hyperparameters, tokens_per_batch: int = 0) -> str:
     if hp.checkpoint or not has_data_scripts():
         return ""
     if not tokens_per_batch:
-        tokens_per_batch = hp.batch_tokens
-        if hp.align_documents:
-            tokens_per_batch += hp.batch_tokens // 10  # skipped to reach the next document
+        skipped = hp.batch_tokens // 10 if hp.align_documents else 0  # to reach the next document
+        tokens_per_batch = hp.batch_tokens + skipped
     with data_module("shards") as shards:
         return shards.what_to_fetch(hp.train_files, hp.val_files, hp.num_steps, tokens_per_batch,
                                     hp.epochs)
+
+
+def has_data_scripts() -> bool:
+    """False where train_gpt.py was copied without data/."""
+    return (FOLDER / "data" / "shards.py").is_file()
 
 
 @contextlib.contextmanager
 def data_module(name: str):
     """Import a module of data/ for a with block; its UserError becomes ours."""
     folder = str(FOLDER / "data")
-    sys.path.insert(0, folder)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         shards = importlib.import_module("shards")
-        module = importlib.import_module(name)
+        yield importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"data/{name}.py cannot be imported ({error}); it belongs beside "
                         "train_gpt.py, and data/requirements.txt lists its packages") from None
-    finally:
-        sys.path.remove(folder)
-    try:
-        yield module
     except shards.UserError as error:
         raise UserError(str(error)) from None
 
@@ -2900,26 +2889,27 @@ PRESETS = {"h100": {}, "laptop": LAPTOP,
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
          tuple: "a tuple of whole numbers, such as (4,8)",
-         str | tuple: "a name or a tuple of whole numbers and None"}
+         str | tuple: "a name or a tuple of whole numbers and None, such as (3,)"}
 
 
 def parse_value(kind, text: str):
-    """Parse text as a value of a field of this type."""
-    with contextlib.suppress(ValueError, OverflowError):
-        if kind is str or (kind == str | tuple and not text.startswith("(")):
-            return text
-        if kind is bool and text.lower() in ("true", "yes", "1", "false", "no", "0"):
-            return text.lower() in ("true", "yes", "1")
-        if kind is int and re.fullmatch(r"-?\d+", text):
-            return int(text)
-        if kind is int and float(text) == int(float(text)):  # 1e6
-            return int(float(text))
-        if kind is float and math.isfinite(float(text)):
-            return float(text)
-        if kind in (tuple, str | tuple) and re.fullmatch(r"\(.*\)", text):
-            entries = [entry.strip() for entry in text.strip("()").split(",") if entry.strip()]
-            return tuple(None if entry == "None" else int(entry) for entry in entries)
-    raise argparse.ArgumentTypeError(f"{text!r} is not {KINDS[kind]}")
+    """Text as a value for a field of this type; what is not one stays text: validate refuses it."""
+    if kind is str:
+        return text
+    if kind is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        return words.get(text.lower(), text)
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    if type(value) is float and not math.isfinite(value):  # 1e400
+        return text
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is int and type(value) is float and value.is_integer():  # 1e6
+        return int(value)
+    return value
 
 
 class Parser(argparse.ArgumentParser):
@@ -2942,19 +2932,18 @@ def build_parser(shown: Hyperparameters | None = None) -> Parser:
             group = parser.add_argument_group(heading[1])
         elif field:
             name, meaning = field.groups("")
-            group.add_argument(f"--{name}", type=functools.partial(parse_value, FIELDS[name]),
-                               metavar=str(getattr(shown, name, "")),
-                               help=meaning.replace("%", "%%"),
-                               nargs="?" if FIELDS[name] is bool else None,
-                               const=True if FIELDS[name] is bool else None,
-                               action="append" if name == "preset" else "store")
+            options = dict(type=functools.partial(parse_value, FIELDS[name]),
+                           metavar=str(getattr(shown, name, "")), help=meaning.replace("%", "%%"))
+            if FIELDS[name] is bool:
+                options |= dict(nargs="?", const=True)  # --name alone is true
+            if name == "preset":
+                options |= dict(action="append")
+            group.add_argument(f"--{name}", **options)
     return parser
 
 
 def parse_options(arguments: list[str]) -> dict:
     """What the command line says, and only that: {name: value}."""
-    arguments = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), argument)
-                 for argument in arguments]  # --num-steps is --num_steps
     options, unknown = build_parser().parse_known_args(arguments)
     if unknown:
         word = unknown[0].lstrip("-").partition("=")[0]
@@ -2980,14 +2969,15 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
         on_gpus = device in ("auto", "cuda") and torch.cuda.is_available()
         preset = "h100" if on_gpus else "laptop"
     if preset != values.get("preset"):  # a checkpoint has the values of its own preset
-        presets = [(name, PRESETS.get(name)) for name in preset.split("+")]
-        if "laptop" in dict(presets):
-            presets.insert(0, ("laptop", LAPTOP_ARCHITECTURE))  # the others come after it, and win
-        for name, fields in presets:
-            if fields is None:
+        names = preset.split("+")
+        if "laptop" in names:  # the presets come after it, and win
+            values |= LAPTOP_ARCHITECTURE
+            origins |= dict.fromkeys(LAPTOP_ARCHITECTURE, "preset laptop")
+        for name in names:
+            if name not in PRESETS:
                 raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
-            values |= fields
-            origins |= dict.fromkeys(fields, f"preset {name}")
+            values |= PRESETS[name]
+            origins |= dict.fromkeys(PRESETS[name], f"preset {name}")
     values |= options | dict(preset=preset)
     origins |= dict.fromkeys(options, "command line")
     hp = Hyperparameters(**values)
@@ -3003,12 +2993,19 @@ def parse_command_line(arguments: list[str]) -> Hyperparameters:
     return resolve(parse_options(arguments))
 
 
-def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, list[str]]:
-    """(hyperparameters, notes) of a run that continues with its checkpoint's own values.
+def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
+    """The hyperparameters of the run, its folder and the checkpoint that it resumes from.
 
-    Refuses options that change the training, unless --resume_anyway is given.
+    A run that resumes has the checkpoint's own hyperparameters. Options that change the training
+    are refused without --resume_anyway.
     """
+    asked = Hyperparameters(**options)
+    if asked.checkpoint or (asked.show and not asked.resume):
+        return resolve(options), Run(Path())
+    run = find_run(asked)
     hp = resolve(options, run.checkpoint)
+    if not run.checkpoint:
+        return hp, run
     saved = asdict(Hyperparameters(**run.checkpoint["hyperparameters"]))
     changed = {name: f"{name} {saved[name]!r} → {value!r}" for name, value in asdict(hp).items()
                if value != saved[name]
@@ -3017,27 +3014,11 @@ def resume_hyperparameters(options: dict, run: Run) -> tuple[Hyperparameters, li
     if refused and not options.get("resume_anyway"):
         raise UserError(f"--resume={hp.resume}: this changes the training of the checkpoint: "
                         f"{', '.join(refused)}; leave these options out, or add --resume_anyway")
-    notes = [f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}"]
-    with contextlib.suppress(UserError):  # the values of this file may be invalid with the options
-        in_file = asdict(resolve(options | dict(preset=hp.preset)))
-        edited = [f"{name}={in_file[name]} (checkpoint: {value})" for name, value in saved.items()
-                  if value != in_file[name] and name not in MAY_CHANGE_ON_RESUME
-                  and hp.origins[name].startswith(("default", "preset"))]
-        if edited:
-            notes.append(f"edited in this file since, and not used: {', '.join(edited)}")
-    return hp, notes
+    run.notes.append(f"changed since the checkpoint: {', '.join(changed.values()) or 'nothing'}")
+    return hp, run
 
 
-def check_types(hp: Hyperparameters) -> None:
-    """Refuse values of the wrong type, from an edited default or a checkpoint."""
-    for name, kind in FIELDS.items():
-        value = getattr(hp, name)
-        accepted = (int | float) if kind is float else kind
-        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise UserError(f"{name} = {value!r}: expected {KINDS[kind]}")
-
-
-def require(hp: Hyperparameters, holds: bool, name: str, expected: str) -> None:
+def require(hp: Hyperparameters, holds, name: str, expected: str) -> None:
     if not holds:
         raise UserError(f"--{name}={getattr(hp, name)}: expected {expected}")
 
@@ -3049,46 +3030,49 @@ def require_multiple(hp: Hyperparameters, name: str, unit: int, of_what: str) ->
 
 
 def validate(hp: Hyperparameters) -> None:
-    """Refuse impossible values and combinations, each in one sentence."""
-    check_types(hp)
+    """Refuse impossible values and combinations, each in one sentence.
+
+    They may come from the command line, an edit of the file or a checkpoint.
+    """
     for name, kind in FIELDS.items():
+        value = getattr(hp, name)
+        accepted = int | float if kind is float else kind
+        if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
+            raise UserError(f"--{name}={value!r}: expected {KINDS[kind]}")
         if kind in (int, float):
             lowest = AT_LEAST.get(name, 0)
-            require(hp, getattr(hp, name) >= lowest, name, f"at least {lowest}")
+            require(hp, value >= lowest, name, f"at least {lowest}")
     for name, highest in AT_MOST.items():
         require(hp, getattr(hp, name) <= highest, name, f"at most {highest}")
     for name, choices in CHOICES.items():
+        expected = f"one of {', '.join(choices)}"
+        if FIELDS[name] == str | tuple:
+            expected += ", or a tuple"
         is_tuple = isinstance(getattr(hp, name), tuple)
-        require(hp, is_tuple or getattr(hp, name) in choices, name, f"one of {', '.join(choices)}")
-    for name in ("train_files", "val_files", "log_dir"):
-        require(hp, getattr(hp, name) != "", name, "a path")
-    require(hp, re.fullmatch(r"[\w.+-]*", hp.run_id) and hp.run_id not in (".", ".."), "run_id",
+        require(hp, is_tuple or getattr(hp, name) in choices, name, expected)
+    require(hp, re.fullmatch(r"([\w+-][\w.+-]*)?", hp.run_id), "run_id",
             "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
     unit = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1)
     reason = "4 × num_heads, and 16 for FP8" if hp.fp8_head else "4 × num_heads"
     require_multiple(hp, "model_dim", unit, f"{unit} ({reason})")
-    require(hp, not (hp.align_documents and hp.segment_tokens), "align_documents",
-            "false where segment_tokens is set: a segment starts anywhere")
-    require(hp, not (hp.align_documents and hp.ngram_order), "align_documents",
-            "false where n-grams are counted (ngram_order): they take what the batches leave over")
+    require(hp, hp.document_token < hp.vocab_size, "document_token",
+            f"less than vocab_size={hp.vocab_size}")
+    if hp.align_documents:
+        require(hp, not (hp.segment_tokens or hp.ngram_order), "align_documents",
+                "false with segment_tokens or ngram_order, whose text starts anywhere")
     if hp.ngram_order:
         require(hp, hp.padded_vocab <= 512, "ngram_order",
                 "0 with more than 512 tokens: contexts are integers of 9 bits a token")
-        require(hp, hp.ngram_tokens > 0, "ngram_tokens",
-                "the number of tokens to count, such as 1e7")
-    require(hp, [*hp.copy_lengths] == sorted({*hp.copy_lengths} & {*range(1, 65)}), "copy_lengths",
-            "lengths from 1 to 64, in order")
-    require(hp, hp.document_token < hp.vocab_size, "document_token",
-            f"less than vocab_size={hp.vocab_size}")
+    lengths = [length for length in range(1, 65) if length in hp.copy_lengths]
+    require(hp, hp.copy_lengths == tuple(lengths), "copy_lengths", "lengths from 1 to 64, in order")
     for name, layers in (("no_attention", hp.layers_without_attention),
                          ("short_window_layers", hp.layers_with_short_window)):
-        require(hp, all(layer in range(hp.num_layers) for layer in layers), name,
+        require(hp, {*layers} <= {*range(hp.num_layers)}, name,
                 f"layers from 0 to {hp.num_layers - 1}")
     require(hp, len(hp.value_tables) == hp.num_layers, "value_layout",
             f"one entry for each of the {hp.num_layers} layers")
-    if hp.sample:
-        require(hp, hp.checkpoint != "", "checkpoint",
-                "a model.pt or a run's folder to sample from")
+    require(hp, hp.checkpoint or not hp.sample, "checkpoint",
+            "a model.pt or a run's folder to sample from")
 
 
 def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
@@ -3101,8 +3085,6 @@ def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
         require_multiple(hp, name, BLOCK, f"the mask's block of {BLOCK}")
     if "sequence_tokens" in names:
         sequence = hp.sequence_tokens
-        require(hp, sequence <= hp.batch_tokens, "sequence_tokens",
-                f"at most batch_tokens={hp.batch_tokens}")
         ranks = f"{world_size} ranks × " if world_size > 1 else ""
         require_multiple(hp, "batch_tokens", world_size * sequence,
                          f"{ranks}sequence_tokens={sequence}")
@@ -3126,6 +3108,20 @@ def show(hp: Hyperparameters) -> None:
     print(f"fetch={missing_data(hp)}\t# what run.sh fetches first")
 
 
+def print_error(error: UserError | str) -> int:
+    """Print the error as one line, and return the exit code.
+
+    Most errors are the same on all ranks: rank 0 of a machine prints, the others wait until
+    torchrun stops them.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)
+    rank = os.environ.get("RANK", "0")
+    where = "error" if rank == "0" else f"error on rank {rank}"
+    print(f"{where}: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
 def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
     """Score or sample from a saved model."""
     join_group(hardware)
@@ -3139,38 +3135,8 @@ def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
     return 0
 
 
-def print_error(error: UserError | str) -> int:
-    """Print the error as one line, and return the exit code.
-
-    Most errors are the same on all ranks: rank 0 of a machine prints, the others wait until
-    torchrun stops them.
-    """
-    rank = os.environ.get("RANK", "0")
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(5)
-    where = "error" if rank == "0" else f"error on rank {rank}"
-    print(f"{where}: {error}", file=sys.stderr, flush=True)
-    return 2
-
-
-def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
-    """The hyperparameters of the run, its folder and the checkpoint that it resumes from."""
-    asked = Hyperparameters(**options)
-    if asked.checkpoint or not asked.resume:
-        hp = resolve(options)  # refuses wrong options before anything else
-        if hp.checkpoint or hp.show:
-            return hp, Run(Path())
-    run = find_run(asked)
-    if not run.checkpoint:
-        return resolve(options), run
-    hp, notes = resume_hyperparameters(options, run)
-    run.notes += notes
-    return hp, run
-
-
 def main(arguments: list[str]) -> int:
-    code = None         # until the run has finished
-    hardware = None
+    code = None  # until the run has finished
     try:
         if {"--help", "-h"} & set(arguments):
             build_parser(resolve({})).print_help()
@@ -3197,10 +3163,10 @@ def main(arguments: list[str]) -> int:
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not out_of_memory and "can't allocate memory" not in str(error):
             raise
-        if hardware is None or hp.checkpoint:
+        if hp.checkpoint:
             return print_error("out of memory; close other programs, or use another device")
         return print_error(f"out of memory with --sequence_tokens={hp.sequence_tokens}; "
-                           f"{less_memory(hp, hardware)}")
+                           f"{less_memory(hp)}")
     except KeyboardInterrupt:  # before the first step; from then on SignalHandler takes it
         if os.environ.get("RANK", "0") == "0":
             print("interrupted: there was nothing to save", file=sys.stderr)

@@ -97,8 +97,9 @@ def test_sequences_are_as_long_as_fits(cards, preset, gigabytes, tokens, val_tok
     train_gpt.check_sequences(hp)
 
 
-def test_the_smallest_gpu_decides(cards):
-    cards(80, 24, 80)
+def test_the_smallest_gpu_decides(cards, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cards(80, 24)
     assert fitted("--preset=h100")[0].sequence_tokens == 24576
 
 
@@ -197,20 +198,19 @@ def test_a_typed_sequence_that_does_not_fit_is_only_warned_about(cards):
     hp, warning = fitted("--preset=h100", "--sequence_tokens=49152")
     assert hp.sequence_tokens == 49152
     assert re.fullmatch(r"warning: a step needs about \d\d\.\d GiB and there are 20\.6; give "
-                        r"--sequence_tokens=24576", warning)
+                        r"--sequence_tokens=24576 --val_sequence_tokens=65536", warning)
     hp, warning = fitted("--preset=h100", "--sequence_tokens=16384")
     assert (hp.sequence_tokens, warning) == (16384, "")
 
 
-def test_out_of_memory_on_one_gpu_names_a_shorter_sequence(cards):
-    """At that time the run itself holds the memory: what is free no longer counts."""
-    cards(80)
-    hp = parse_command_line(["--preset=h100"])
-    hardware = find_hardware(hp)
-    fit_to_hardware(hp, hardware)
-    cards(80, free=0)
-    hp.val_sequence_tokens = 49152
-    assert train_gpt.less_memory(hp, hardware) == "give --sequence_tokens=24576"
+@pytest.mark.parametrize("arguments, remedy", [
+    (["--preset=h100"], "give --sequence_tokens=24576 --val_sequence_tokens=131072"),
+    (["--preset=2025-01-04"], "give --sequence_tokens=32768"),
+    (["--preset=laptop", "--sequence_tokens=512"], "give --val_sequence_tokens=32768"),
+    (["--preset=laptop", "--sequence_tokens=512", "--val_sequence_tokens=0"],
+     "lower --model_dim or --num_layers")])
+def test_less_memory_is_half_of_what_can_be_halved(arguments, remedy):
+    assert train_gpt.less_memory(parse_command_line(arguments)) == remedy
 
 
 def test_the_tokens_of_validation_that_are_no_blocks_are_what_is_said(cards):
@@ -261,10 +261,9 @@ def test_long_sequences_of_validation_are_counted_too(cards):
     hp, warning = fitted("--preset=2025-07-13")
     assert warning == "" and hp.sequence_tokens == 49_152
     cards(32)
-    remedy = "give --val_sequence_tokens=131072"
     hp, warning = fitted("--preset=2025-07-13", "--fp8_head=false",
                          "--val_sequence_tokens=262144")
-    assert warning.endswith(remedy), warning
+    assert warning.endswith(" --val_sequence_tokens=131072"), warning
     hp, warning = fitted("--preset=2025-07-13", "--fp8_head=false")
     assert (warning, hp.val_sequence_tokens) == ("", 131_072)
 

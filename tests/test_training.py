@@ -224,7 +224,7 @@ def test_compiled_ranks_train_the_same_with_their_graph_cut_for_ddp(data):
 def test_a_cpu_without_a_compiler_trains_and_says_why_it_is_slower(data, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "")
-    hardware = train_gpt.find_hardware(hyperparameters(data))
+    hardware = train_gpt.find_hardware(hyperparameters(data, "--num_steps=100000000"))
     assert not hardware.compile
     described = train_gpt.describe(train_gpt.environment(hardware))
     assert "not compiled: there is no C++ compiler" in described[1]

@@ -52,7 +52,7 @@ def check_memory(hp: Hyperparameters, hardware: Hardware) -> str:
         return f"about {needed / GIB:.1f} GiB needed; this system does not say how much is free"
     if needed > free:
         raise UserError(f"{name}: about {needed / GIB:.1f} GiB needed and {free / GIB:.1f} free; "
-                        f"{train_gpt.less_memory(hp, hardware)}")
+                        f"{train_gpt.less_memory(hp)}")
     return (f"{name}, about {needed / GIB:.1f} GiB needed of {free / GIB:.1f} free: "
             f"{parameters / GIB:.1f} of parameters, gradients and optimizers, "
             f"{(needed - parameters) / GIB:.1f} of activations")
