@@ -1773,7 +1773,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
             if profiler:
                 profiler.step()
         clock.switch(None)
-        log.close_bar()
+        log.bar.close()
         saver.wait()
         if trainer.stopping:
             return report_stop(trainer, log, saver, signals, step)
@@ -1801,42 +1801,49 @@ class Logger:
         self.folder = run.folder
         self.sinks = {}
         self.sizes = {}     # bytes in each file, for checkpoints
-        self.bar = None
+        if sys.stdout is None:  # closed by whoever started this process
+            sys.stdout = open(os.devnull, "w")
+        shows_bar = hardware.rank == 0 and sys.stdout.isatty()
+        start_step = run.checkpoint["step"] if run.checkpoint else 0
+        self.bar = tqdm(total=hp.num_steps, initial=start_step, unit="step", dynamic_ncols=True,
+                        file=sys.stdout, disable=not shows_bar)
         if hardware.rank != 0:
             return
+        self.sinks["standard output"] = sys.stdout
         with explained(f"--log_dir={hp.log_dir}", "give another folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in ("log.txt", "metrics.jsonl"):
                 file = open(self.folder / name, "a", encoding="utf-8")
                 # the lines after the checkpoint will be written again
-                file.truncate(min(run.log_sizes.get(name, 0), file.tell()))
+                size = min(run.log_sizes.get(name, 0), file.tell())
+                file.truncate(size)
                 self.sinks[name] = file
-                self.sizes[name] = os.fstat(file.fileno()).st_size
-        if sys.stdout:  # None: closed by whoever started this process
-            self.sinks["standard output"] = sys.stdout
-            if sys.stdout.isatty():
-                done = run.checkpoint["step"] if run.checkpoint else 0
-                self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
-                                file=sys.stdout)
+                self.sizes[name] = size
         self.write_start(run, hp, hardware, data)
 
     def write_start(self, run: Run, hp: Hyperparameters, hardware: Hardware, data: Data) -> None:
         """All that is needed to repeat the run: source, command, hyperparameters, machine, data."""
+        commit = command_output("git", "rev-parse", "HEAD")
+        dirty = bool(command_output("git", "status", "--porcelain", "-uno"))
+        source_sha256 = hashlib.sha256(run.source.encode()).hexdigest()
+        program = [f"command: {' '.join(sys.argv)}",
+                   f"commit: {commit or 'unknown'}{' (dirty)' if dirty else ''}",
+                   f"source_sha256: {source_sha256}"]
         machine = environment(hardware)
-        about = source_metadata(run.source)
         if self.sizes["log.txt"]:  # resumed, perhaps with another source
-            self.put("log.txt", "\n".join(describe_source(about)))
+            self.put("log.txt", "\n".join(program))
         else:
             values = asdict(hp)
             shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
                       for shard in (*data.train.shards, *data.val.shards)}
             self.put("log.txt", "\n".join([
-                run.source, SEPARATOR, *describe_source(about),
+                run.source, SEPARATOR, *program,
                 *(f"{name}: {value!r}  # {hp.origins[name]}" for name, value in values.items()),
                 *describe(machine),
                 *(f"shard: {path} {shard['tokens']:,} tokens sha256 {shard['sha256'] or 'unknown'}"
                   for path, shard in shards.items()), SEPARATOR]))
-            self.record(start=True, **about, hyperparameters=values, origins=hp.origins,
+            self.record(start=True, command=sys.argv, commit=commit or None, dirty=dirty,
+                        source_sha256=source_sha256, hyperparameters=values, origins=hp.origins,
                         environment=machine, shards=shards)
         self.write(*describe(machine), *describe_preset(hp), *run.notes)
 
@@ -1854,13 +1861,12 @@ class Logger:
         try:
             tqdm.write(text, file=self.sinks[name])  # print, with the progress bar kept below
             self.sinks[name].flush()
-            if name != "standard output":
-                # raises if the file was deleted, which a write does not notice
+            if name in self.sizes:  # raises if the file was deleted, which a write does not notice
                 self.sizes[name] = os.stat(self.folder / name).st_size
         except (OSError, UnicodeError) as error:
             if name == "standard output":  # a closed pipe, say; Python flushes it again at exit
                 sys.stdout = open(os.devnull, "w")
-                self.bar = None
+                self.bar.disable = True
             del self.sinks[name]
             warn(f"{name} can no longer be written ({reason_of(error)})")
 
@@ -1878,30 +1884,24 @@ class Logger:
         name = "val_loss" if is_validation else "train_loss"
         loss = values[name]
         train_ms = clock.now()["train"]
-        if is_validation or step % hp.log_every == 0 or step in (1, hp.num_steps):
-            average = train_ms / step if step else math.nan
-            line = (f"step:{step}/{hp.num_steps} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
-                    f"step_avg:{average:.2f}ms")
-            self.put("log.txt", line)
-            if is_validation or self.bar is None:
-                self.put("standard output", line)
-            schedule_step = step if is_validation else step - 1  # steps count from 0 in schedules
-            rates = {kind: rate * rate_at(hp, schedule_step)
-                     for kind, rate in base_rates(hp).items()}
-            window = [size if size < NO_LIMIT else None for size in window_at(hp, schedule_step)]
-            self.record(step=step, tokens=step * hp.batch_tokens, **values, rates=rates,
-                        momentum=momentum_at(hp, schedule_step), window=window,
-                        times_ms=clock.now(),
-                        memory_mib=peak_memory_mib(trainer.hardware.device))
-        if self.bar is not None:
-            tokens_per_second = 1000 * step * hp.batch_tokens / max(train_ms, 1)
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s",
-                                     refresh=False)
-            self.bar.update(step - self.bar.n)
-
-    def close_bar(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        tokens_per_second = 1000 * step * hp.batch_tokens / max(train_ms, 1)
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s",
+                                 refresh=False)
+        self.bar.update(step - self.bar.n)
+        if not is_validation and step % hp.log_every != 0 and step not in (1, hp.num_steps):
+            return
+        average = train_ms / step if step else math.nan
+        line = (f"step:{step}/{hp.num_steps} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
+                f"step_avg:{average:.2f}ms")
+        self.put("log.txt", line)
+        if is_validation or self.bar.disable:  # else the bar shows it
+            self.put("standard output", line)
+        schedule_step = step if is_validation else step - 1  # steps count from 0 in schedules
+        rates = {kind: rate * rate_at(hp, schedule_step) for kind, rate in base_rates(hp).items()}
+        window = [size if size < NO_LIMIT else None for size in window_at(hp, schedule_step)]
+        self.record(step=step, tokens=step * hp.batch_tokens, **values, rates=rates,
+                    momentum=momentum_at(hp, schedule_step), window=window, times_ms=clock.now(),
+                    memory_mib=peak_memory_mib(trainer.hardware.device))
 
 
 def profile_steps(hp: Hyperparameters, hardware: Hardware, folder: Path):
@@ -1923,18 +1923,6 @@ def peak_memory_mib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 2**10 if sys.platform == "linux" else 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def source_metadata(source: str) -> dict:
-    return dict(command=sys.argv, commit=command_output("git", "rev-parse", "HEAD") or None,
-                dirty=bool(command_output("git", "status", "--porcelain", "-uno")),
-                source_sha256=hashlib.sha256(source.encode()).hexdigest())
-
-
-def describe_source(about: dict) -> list[str]:
-    commit = f"{about['commit'] or 'unknown'}{' (dirty)' if about['dirty'] else ''}"
-    return [f"command: {' '.join(about['command'])}", f"commit: {commit}",
-            f"source_sha256: {about['source_sha256']}"]
 
 
 def environment(hardware: Hardware) -> dict:
@@ -1959,9 +1947,7 @@ def environment(hardware: Hardware) -> dict:
 
 def describe(machine: dict) -> list[str]:
     """Two lines for the log, of which records/logs.py reads the second."""
-    compiled = f"not compiled: {machine['why_not_compiled']}"
-    if machine["compiled"]:
-        compiled = "compiled"
+    compiled = "compiled" if machine["compiled"] else f"not compiled: {machine['why_not_compiled']}"
     return ["Python {python}, PyTorch {torch}, NumPy {numpy}, CUDA {cuda}, driver {driver}, "
             "{platform}".format_map(machine),
             "{world_size} × {device} ({device_name}), {threads} threads, {dtype} activations, "
@@ -1991,8 +1977,8 @@ class Saver:
     def __init__(self, folder: Path, enabled: bool):
         self.folder = folder
         self.enabled = enabled
-        self.thread = ThreadPoolExecutor(1, "saver")
-        self.pending = None
+        self.thread = ThreadPoolExecutor(1)
+        self.pending = None     # the last file, perhaps still being written
         self.failed = False     # the last file could not be written
 
     def __enter__(self):
@@ -2009,9 +1995,8 @@ class Saver:
             self.pending = self.thread.submit(self.write_atomically, path, state, keep)
 
     def wait(self) -> None:
-        if self.pending is not None:
+        if self.pending:
             self.pending.result()
-            self.pending = None
 
     def write_atomically(self, path: Path, state: dict, keep: int) -> None:
         """A file has its final name only when it is complete and on the disk."""
@@ -2074,8 +2059,7 @@ def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if state["format"] != CHECKPOINT_FORMAT:
             raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
-        if type(state["step"]) is not int:
-            raise ValueError(f"its step is {state['step']!r}")
+        state["step"] = int(state["step"])
         state["hyperparameters"] = check_saved(state["hyperparameters"])
         missing = TRAINING_STATE - state.keys()
         if with_training_state and missing:  # a model.pt, say
@@ -2114,13 +2098,12 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
 def find_run(hp: Hyperparameters) -> Run:
     """The folder of the run and the checkpoint to resume from, by hp.resume and hp.run_id."""
     logs = Path(hp.log_dir)
-    # plain torchrun names all its jobs "none"
-    job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun
-    folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
+    now = f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}"
+    run = Run(logs / (hp.run_id or f"{now}_{uuid.uuid4().hex[:8]}"))
     resume = Path(hp.resume)
 
     if hp.resume == "auto":
+        folder = run.folder
         if not hp.run_id:  # the run that was saved last
             saved = logs.glob("*/checkpoint_*[0-9].pt")
             newest = max(saved, key=os.path.getmtime, default=None)
@@ -2132,17 +2115,14 @@ def find_run(hp: Hyperparameters) -> Run:
             raise UserError(f"--resume={resume}: there is no checkpoint; give another folder")
         return resume_newest(resume)
 
-    run = Run(folder)  # a new run, from step 0 or from a checkpoint
-    if hp.resume:
+    if hp.resume:  # a new run from a checkpoint
         run.checkpoint = read_checkpoint(resume, with_training_state=True)
         step = run.checkpoint["step"]
         run.notes.append(f"resuming from {resume}, step {step}")
         if not hp.run_id:
             old_folder = resume.resolve().parent
-            run.folder = old_folder.with_name(f"{old_folder.name}_from_{step}_{job}")
-    elif restarted and not hp.run_id:  # in the folder that this job made before it failed
-        run.folder = max(logs.glob(f"????-??-??_??????_{job}"), default=folder)
-    if restarted:
+            run.folder = old_folder.with_name(f"{old_folder.name}_from_{step}")
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted the ranks
         return resume_newest(run.folder) if checkpoints(run.folder) else run
     if (run.folder / "log.txt").exists() or checkpoints(run.folder):
         raise UserError(f"{run.folder} holds a run already; continue it with "
@@ -2198,12 +2178,14 @@ def evaluate(trainer: Trainer) -> dict:
     num_sequences = hp.val_tokens // loader.sequence_tokens
     first = hp.val_start // loader.sequence_tokens
     loader.index = first + hardware.rank  # the ranks take turns
+    # of the loss, the tokens of text, the requests to stop
     totals = torch.zeros(3, dtype=widest_dtype(hardware), device=hardware.device)
     trainer.compiled_model.eval()
     while loader.index < first + num_sequences and not trainer.stop_requested:
         (inputs, targets), = loader.next_batch(stride=hardware.world_size)
         loss = trainer.compiled_model(inputs, targets, trainer.window)
-        totals[:2] += torch.stack((loss, (targets != hp.document_token).sum()))
+        totals[0] += loss
+        totals[1] += (targets != hp.document_token).sum()
     trainer.compiled_model.train()
     totals[2] = trainer.stop_requested
     loss_sum, text_tokens, stops = all_reduce_sum(totals, hardware)

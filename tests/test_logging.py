@@ -174,7 +174,7 @@ def test_only_rank_0_writes(data, tmp_path, capsys):
     log = train_gpt.Logger(train_gpt.Run(tmp_path / "run"), hp, hardware, files)
     log.write("a line")
     log.record(step=1)
-    log.close_bar()
+    log.bar.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
 
 
