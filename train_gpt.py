@@ -1836,16 +1836,16 @@ class Logger:
             values = asdict(hp)
             shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
                       for shard in (*data.train.shards, *data.val.shards)}
-            self.put("log.txt", "\n".join([
-                run.source, SEPARATOR, *program,
-                *(f"{name}: {value!r}  # {hp.origins[name]}" for name, value in values.items()),
-                *describe(machine),
-                *(f"shard: {path} {shard['tokens']:,} tokens sha256 {shard['sha256'] or 'unknown'}"
-                  for path, shard in shards.items()), SEPARATOR]))
+            settings = [f"{name}: {value!r}  # {hp.origins[name]}"
+                        for name, value in values.items()]
+            files = [f"shard: {path} {shard['tokens']:,} tokens sha256 "
+                     f"{shard['sha256'] or 'unknown'}" for path, shard in shards.items()]
+            self.put("log.txt", "\n".join([run.source, SEPARATOR, *program, *settings, *machine,
+                                           *files, SEPARATOR]))
             self.record(start=True, command=sys.argv, commit=commit or None, dirty=dirty,
                         source_sha256=source_sha256, hyperparameters=values, origins=hp.origins,
                         environment=machine, shards=shards)
-        self.write(*describe(machine), *describe_preset(hp), *run.notes)
+        self.write(*machine, *describe_preset(hp), *run.notes)
 
     def write(self, *lines: str) -> None:
         self.put("log.txt", "\n".join(lines))
@@ -1925,33 +1925,27 @@ def peak_memory_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def environment(hardware: Hardware) -> dict:
-    """The machine and its software, for the logs."""
+def environment(hardware: Hardware) -> list[str]:
+    """The software and the machine in two lines, of which records/logs.py reads the second."""
     device_name = platform.processor() or platform.machine()
     driver = None
     if hardware.device.type == "cuda":
         device_name = torch.cuda.get_device_name()
-        driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        versions = command_output("nvidia-smi", "--query-gpu=driver_version",
+                                  "--format=csv,noheader")
+        driver = versions.partition("\n")[0]  # of the first GPU
     elif sys.platform == "linux":
         model_name = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
         device_name = model_name[1] if model_name else device_name
-    return dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
-                cuda=torch.version.cuda, driver=driver and driver.split("\n")[0],
-                platform=platform.platform(), device=hardware.device.type, device_name=device_name,
-                world_size=hardware.world_size, threads=torch.get_num_threads(),
-                dtype=str(hardware.dtype).removeprefix("torch."),
-                muon_dtype=str(hardware.muon_dtype).removeprefix("torch."),
-                attention=hardware.attention, compiled=hardware.compile,
-                why_not_compiled=hardware.why_not_compiled)
-
-
-def describe(machine: dict) -> list[str]:
-    """Two lines for the log, of which records/logs.py reads the second."""
-    compiled = "compiled" if machine["compiled"] else f"not compiled: {machine['why_not_compiled']}"
-    return ["Python {python}, PyTorch {torch}, NumPy {numpy}, CUDA {cuda}, driver {driver}, "
-            "{platform}".format_map(machine),
-            "{world_size} × {device} ({device_name}), {threads} threads, {dtype} activations, "
-            "{muon_dtype} Newton–Schulz, {attention} attention, ".format_map(machine) + compiled]
+    dtype = str(hardware.dtype).removeprefix("torch.")
+    muon_dtype = str(hardware.muon_dtype).removeprefix("torch.")
+    compiled = "compiled" if hardware.compile else f"not compiled: {hardware.why_not_compiled}"
+    return [f"Python {platform.python_version()}, PyTorch {torch.__version__}, "
+            f"NumPy {np.__version__}, CUDA {torch.version.cuda}, driver {driver}, "
+            f"{platform.platform()}",
+            f"{hardware.world_size} × {hardware.device.type} ({device_name}), "
+            f"{torch.get_num_threads()} threads, {dtype} activations, "
+            f"{muon_dtype} Newton–Schulz, {hardware.attention} attention, {compiled}"]
 
 
 def describe_preset(hp: Hyperparameters) -> list[str]:
@@ -1989,7 +1983,6 @@ class Saver:
 
     def save(self, name: str, state: dict, keep: int = 0) -> None:
         """The caller must not change `state` afterwards. keep: the newest checkpoints; 0: all."""
-        self.wait()
         if self.enabled:
             path = self.folder / name
             self.pending = self.thread.submit(self.write_atomically, path, state, keep)
@@ -2008,7 +2001,7 @@ class Saver:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
             if keep:  # later steps are damaged files that resume has skipped: they do not count
-                older = [old for old in checkpoints(self.folder) if step_of(old) <= step_of(path)]
+                older = [old for old in checkpoints(self.folder) if old <= path]
                 for old in older[:-keep]:
                     old.unlink(missing_ok=True)
             self.failed = False
@@ -2041,12 +2034,8 @@ TRAINING_STATE = {"adam", "muon", "batch_index", "rng_state", "origins", "clock_
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, sorted by step."""
-    return sorted(folder.glob("checkpoint_*[0-9].pt"), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    return int(re.search(r"(\d+)\.pt$", path.name)[1])
+    """The checkpoints of a run, sorted by step: its number in the name has leading zeros."""
+    return sorted(folder.glob("checkpoint_*[0-9].pt"))
 
 
 def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
@@ -2060,21 +2049,17 @@ def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
         if state["format"] != CHECKPOINT_FORMAT:
             raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
         state["step"] = int(state["step"])
-        state["hyperparameters"] = check_saved(state["hyperparameters"])
+        saved = state["hyperparameters"]
+        missing = FIELDS.keys() - MAY_CHANGE_ON_RESUME - saved.keys()
+        if missing:  # the default of this file could change the training
+            raise ValueError("an older train_gpt.py wrote it, without "
+                             f"{', '.join(sorted(missing))}")
+        state["hyperparameters"] = {name: saved[name] for name in FIELDS if name in saved}
+        validate(Hyperparameters(**state["hyperparameters"]))
         missing = TRAINING_STATE - state.keys()
         if with_training_state and missing:  # a model.pt, say
             raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
         return state
-
-
-def check_saved(hyperparameters: dict) -> dict:
-    """Validate saved hyperparameters. Returns those that this file still has."""
-    missing = FIELDS.keys() - MAY_CHANGE_ON_RESUME - hyperparameters.keys()
-    if missing:  # the default of this file could change the training
-        raise ValueError(f"an older train_gpt.py wrote it, without {', '.join(sorted(missing))}")
-    values = {name: value for name, value in hyperparameters.items() if name in FIELDS}
-    validate(Hyperparameters(**values))
-    return values
 
 
 def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
@@ -2098,17 +2083,15 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
 def find_run(hp: Hyperparameters) -> Run:
     """The folder of the run and the checkpoint to resume from, by hp.resume and hp.run_id."""
     logs = Path(hp.log_dir)
-    now = f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}"
-    run = Run(logs / (hp.run_id or f"{now}_{uuid.uuid4().hex[:8]}"))
     resume = Path(hp.resume)
+    new_id = f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{uuid.uuid4().hex[:8]}"
+    run = Run(logs / (hp.run_id or new_id))
 
     if hp.resume == "auto":
-        folder = run.folder
-        if not hp.run_id:  # the run that was saved last
-            saved = logs.glob("*/checkpoint_*[0-9].pt")
-            newest = max(saved, key=os.path.getmtime, default=None)
-            folder = newest.parent if newest else folder
-        return resume_newest(folder)
+        saved = list(logs.glob("*/checkpoint_*[0-9].pt"))
+        if saved and not hp.run_id:  # the run that was saved last
+            run.folder = max(saved, key=os.path.getmtime).parent
+        return resume_newest(run.folder)
 
     if hp.resume and resume.is_dir():
         if not checkpoints(resume):
