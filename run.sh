@@ -27,7 +27,7 @@ find_machines() {
         || die "SLURM started ./run.sh $tasks times on $nodes nodes, expected once on each:" \
             "srun --ntasks-per-node=1 ./run.sh (or, on this node alone: NNODES=1 ./run.sh)"
     [ "$nodes" -gt 1 ] || return 0
-    [ "${MAX_RESTARTS:-0}" -eq 0 ] || [ -n "${SLURM_JOB_ID:-}" ] || [[ " $*" == *" --run_id="* ]] \
+    [ "${MAX_RESTARTS:-0}" -eq 0 ] || [[ " $*" == *" --run_id="* ]] \
         || die "MAX_RESTARTS on $nodes machines needs --run_id=NAME: ranks that restart find their" \
             "run by it"
 
@@ -160,6 +160,9 @@ case "$command" in
         set_up; exec "$python" train_gpt.py --help ;;
     "" | --*)
         find_machines "$@"; set_up; read_settings "$@"; fetch_data
+        # ranks that restart find their run by its name; one on the command line comes later and wins
+        [ "${MAX_RESTARTS:-0}" -eq 0 ] || [[ " $*" == *" --resume"* ]] \
+            || set -- --run_id="$(date +%Y-%m-%d_%H%M%S)_$$" "$@"
         launch train_gpt.py "$@" ;;
     *) die "$command: no such command; ./run.sh help lists them" ;;
 esac

@@ -1644,7 +1644,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
             if profiler:
                 profiler.step()
         clock.switch(None)
-        log.close_bar()
+        log.bar.close()
         saver.wait()
         if trainer.stopping:
             return report_stop(trainer, log, saver, signals, step)
@@ -1672,44 +1672,51 @@ class Logger:
         self.folder = run.folder
         self.sinks = {}
         self.sizes = {}     # bytes in each file, for checkpoints
-        self.bar = None
+        if sys.stdout is None:  # closed by whoever started this process
+            sys.stdout = open(os.devnull, "w")
+        shows_bar = hardware.rank == 0 and sys.stdout.isatty()
+        start_step = run.checkpoint["step"] if run.checkpoint else 0
+        self.bar = tqdm(total=hp.num_steps, initial=start_step, unit="step", dynamic_ncols=True,
+                        file=sys.stdout, disable=not shows_bar)
         if hardware.rank != 0:
             return
+        self.sinks["standard output"] = sys.stdout
         with explained(f"--log_dir={hp.log_dir}", "give another folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in ("log.txt", "metrics.jsonl"):
                 file = open(self.folder / name, "a", encoding="utf-8")
                 # the lines after the checkpoint will be written again
-                file.truncate(min(run.log_sizes.get(name, 0), file.tell()))
+                size = min(run.log_sizes.get(name, 0), file.tell())
+                file.truncate(size)
                 self.sinks[name] = file
-                self.sizes[name] = os.fstat(file.fileno()).st_size
-        if sys.stdout:  # None: closed by whoever started this process
-            self.sinks["standard output"] = sys.stdout
-            if sys.stdout.isatty():
-                done = run.checkpoint["step"] if run.checkpoint else 0
-                self.bar = tqdm(total=hp.num_steps, initial=done, unit="step", dynamic_ncols=True,
-                                file=sys.stdout)
+                self.sizes[name] = size
         self.write_start(run, hp, hardware, data)
 
     def write_start(self, run: Run, hp: Hyperparameters, hardware: Hardware, data: Data) -> None:
         """All that is needed to repeat the run: source, command, hyperparameters, machine, data."""
+        commit = command_output("git", "rev-parse", "HEAD")
+        dirty = bool(command_output("git", "status", "--porcelain", "-uno"))
+        source_sha256 = hashlib.sha256(run.source.encode()).hexdigest()
+        program = [f"command: {' '.join(sys.argv)}",
+                   f"commit: {commit or 'unknown'}{' (dirty)' if dirty else ''}",
+                   f"source_sha256: {source_sha256}"]
         machine = environment(hardware)
-        about = source_metadata(run.source)
         if self.sizes["log.txt"]:  # resumed, perhaps with another source
-            self.put("log.txt", "\n".join(describe_source(about)))
+            self.put("log.txt", "\n".join(program))
         else:
             values = asdict(hp)
             shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
                       for shard in (*data.train.shards, *data.val.shards)}
-            self.put("log.txt", "\n".join([
-                run.source, SEPARATOR, *describe_source(about),
-                *(f"{name}: {value!r}  # {hp.origins[name]}" for name, value in values.items()),
-                *describe(machine),
-                *(f"shard: {path} {shard['tokens']:,} tokens sha256 {shard['sha256'] or 'unknown'}"
-                  for path, shard in shards.items()), SEPARATOR]))
-            self.record(start=True, **about, hyperparameters=values, origins=hp.origins,
+            settings = [f"{name}: {value!r}  # {hp.origins[name]}"
+                        for name, value in values.items()]
+            files = [f"shard: {path} {shard['tokens']:,} tokens sha256 "
+                     f"{shard['sha256'] or 'unknown'}" for path, shard in shards.items()]
+            self.put("log.txt", "\n".join([run.source, SEPARATOR, *program, *settings, *machine,
+                                           *files, SEPARATOR]))
+            self.record(start=True, command=sys.argv, commit=commit or None, dirty=dirty,
+                        source_sha256=source_sha256, hyperparameters=values, origins=hp.origins,
                         environment=machine, shards=shards)
-        self.write(*describe(machine), *describe_preset(hp), *run.notes)
+        self.write(*machine, *describe_preset(hp), *run.notes)
 
     def write(self, *lines: str) -> None:
         self.put("log.txt", "\n".join(lines))
@@ -1725,13 +1732,12 @@ class Logger:
         try:
             tqdm.write(text, file=self.sinks[name])  # print, with the progress bar kept below
             self.sinks[name].flush()
-            if name != "standard output":
-                # raises if the file was deleted, which a write does not notice
+            if name in self.sizes:  # raises if the file was deleted, which a write does not notice
                 self.sizes[name] = os.stat(self.folder / name).st_size
         except (OSError, UnicodeError) as error:
             if name == "standard output":  # a closed pipe, say; Python flushes it again at exit
                 sys.stdout = open(os.devnull, "w")
-                self.bar = None
+                self.bar.disable = True
             del self.sinks[name]
             warn(f"{name} can no longer be written ({reason_of(error)})")
 
@@ -1749,30 +1755,24 @@ class Logger:
         name = "val_loss" if is_validation else "train_loss"
         loss = values[name]
         train_ms = clock.now()["train"]
-        if is_validation or step % hp.log_every == 0 or step in (1, hp.num_steps):
-            average = train_ms / step if step else math.nan
-            line = (f"step:{step}/{hp.num_steps} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
-                    f"step_avg:{average:.2f}ms")
-            self.put("log.txt", line)
-            if is_validation or self.bar is None:
-                self.put("standard output", line)
-            schedule_step = step if is_validation else step - 1  # steps count from 0 in schedules
-            rates = {kind: rate * rate_at(hp, schedule_step)
-                     for kind, rate in base_rates(hp).items()}
-            window = [size if size < NO_LIMIT else None for size in window_at(hp, schedule_step)]
-            self.record(step=step, tokens=step * hp.batch_tokens, **values, rates=rates,
-                        momentum=momentum_at(hp, schedule_step), window=window,
-                        times_ms=clock.now(),
-                        memory_mib=peak_memory_mib(trainer.hardware.device))
-        if self.bar is not None:
-            tokens_per_second = 1000 * step * hp.batch_tokens / max(train_ms, 1)
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s",
-                                     refresh=False)
-            self.bar.update(step - self.bar.n)
-
-    def close_bar(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        tokens_per_second = 1000 * step * hp.batch_tokens / max(train_ms, 1)
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s",
+                                 refresh=False)
+        self.bar.update(step - self.bar.n)
+        if not is_validation and step % hp.log_every != 0 and step not in (1, hp.num_steps):
+            return
+        average = train_ms / step if step else math.nan
+        line = (f"step:{step}/{hp.num_steps} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
+                f"step_avg:{average:.2f}ms")
+        self.put("log.txt", line)
+        if is_validation or self.bar.disable:  # else the bar shows it
+            self.put("standard output", line)
+        schedule_step = step if is_validation else step - 1  # steps count from 0 in schedules
+        rates = {kind: rate * rate_at(hp, schedule_step) for kind, rate in base_rates(hp).items()}
+        window = [size if size < NO_LIMIT else None for size in window_at(hp, schedule_step)]
+        self.record(step=step, tokens=step * hp.batch_tokens, **values, rates=rates,
+                    momentum=momentum_at(hp, schedule_step), window=window, times_ms=clock.now(),
+                    memory_mib=peak_memory_mib(trainer.hardware.device))
 
 
 def profile_steps(hp: Hyperparameters, hardware: Hardware, folder: Path):
@@ -1796,47 +1796,27 @@ def peak_memory_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def source_metadata(source: str) -> dict:
-    return dict(command=sys.argv, commit=command_output("git", "rev-parse", "HEAD") or None,
-                dirty=bool(command_output("git", "status", "--porcelain", "-uno")),
-                source_sha256=hashlib.sha256(source.encode()).hexdigest())
-
-
-def describe_source(about: dict) -> list[str]:
-    commit = f"{about['commit'] or 'unknown'}{' (dirty)' if about['dirty'] else ''}"
-    return [f"command: {' '.join(about['command'])}", f"commit: {commit}",
-            f"source_sha256: {about['source_sha256']}"]
-
-
-def environment(hardware: Hardware) -> dict:
-    """The machine and its software, for the logs."""
+def environment(hardware: Hardware) -> list[str]:
+    """The software and the machine in two lines, of which records/logs.py reads the second."""
     device_name = platform.processor() or platform.machine()
     driver = None
     if hardware.device.type == "cuda":
         device_name = torch.cuda.get_device_name()
-        driver = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        versions = command_output("nvidia-smi", "--query-gpu=driver_version",
+                                  "--format=csv,noheader")
+        driver = versions.partition("\n")[0]  # of the first GPU
     elif sys.platform == "linux":
         model_name = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
         device_name = model_name[1] if model_name else device_name
-    return dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
-                cuda=torch.version.cuda, driver=driver and driver.split("\n")[0],
-                platform=platform.platform(), device=hardware.device.type, device_name=device_name,
-                world_size=hardware.world_size, threads=torch.get_num_threads(),
-                dtype=str(hardware.dtype).removeprefix("torch."),
-                muon_dtype=str(hardware.muon_dtype).removeprefix("torch."),
-                attention=hardware.attention, compiled=hardware.compile,
-                why_not_compiled=hardware.why_not_compiled)
-
-
-def describe(machine: dict) -> list[str]:
-    """Two lines for the log, of which records/logs.py reads the second."""
-    compiled = f"not compiled: {machine['why_not_compiled']}"
-    if machine["compiled"]:
-        compiled = "compiled"
-    return ["Python {python}, PyTorch {torch}, NumPy {numpy}, CUDA {cuda}, driver {driver}, "
-            "{platform}".format_map(machine),
-            "{world_size} × {device} ({device_name}), {threads} threads, {dtype} activations, "
-            "{muon_dtype} Newton–Schulz, {attention} attention, ".format_map(machine) + compiled]
+    dtype = str(hardware.dtype).removeprefix("torch.")
+    muon_dtype = str(hardware.muon_dtype).removeprefix("torch.")
+    compiled = "compiled" if hardware.compile else f"not compiled: {hardware.why_not_compiled}"
+    return [f"Python {platform.python_version()}, PyTorch {torch.__version__}, "
+            f"NumPy {np.__version__}, CUDA {torch.version.cuda}, driver {driver}, "
+            f"{platform.platform()}",
+            f"{hardware.world_size} × {hardware.device.type} ({device_name}), "
+            f"{torch.get_num_threads()} threads, {dtype} activations, "
+            f"{muon_dtype} Newton–Schulz, {hardware.attention} attention, {compiled}"]
 
 
 def describe_preset(hp: Hyperparameters) -> list[str]:
@@ -1862,8 +1842,8 @@ class Saver:
     def __init__(self, folder: Path, enabled: bool):
         self.folder = folder
         self.enabled = enabled
-        self.thread = ThreadPoolExecutor(1, "saver")
-        self.pending = None
+        self.thread = ThreadPoolExecutor(1)
+        self.pending = None     # the last file, perhaps still being written
         self.failed = False     # the last file could not be written
 
     def __enter__(self):
@@ -1874,15 +1854,13 @@ class Saver:
 
     def save(self, name: str, state: dict, keep: int = 0) -> None:
         """The caller must not change `state` afterwards. keep: the newest checkpoints; 0: all."""
-        self.wait()
         if self.enabled:
             path = self.folder / name
             self.pending = self.thread.submit(self.write_atomically, path, state, keep)
 
     def wait(self) -> None:
-        if self.pending is not None:
+        if self.pending:
             self.pending.result()
-            self.pending = None
 
     def write_atomically(self, path: Path, state: dict, keep: int) -> None:
         """A file has its final name only when it is complete and on the disk."""
@@ -1894,7 +1872,7 @@ class Saver:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
             if keep:  # later steps are damaged files that resume has skipped: they do not count
-                older = [old for old in checkpoints(self.folder) if step_of(old) <= step_of(path)]
+                older = [old for old in checkpoints(self.folder) if old <= path]
                 for old in older[:-keep]:
                     old.unlink(missing_ok=True)
             self.failed = False
@@ -1927,12 +1905,8 @@ TRAINING_STATE = {"adam", "muon", "batch_index", "rng_state", "origins", "clock_
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, sorted by step."""
-    return sorted(folder.glob("checkpoint_*[0-9].pt"), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    return int(re.search(r"(\d+)\.pt$", path.name)[1])
+    """The checkpoints of a run, sorted by step: its number in the name has leading zeros."""
+    return sorted(folder.glob("checkpoint_*[0-9].pt"))
 
 
 def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
@@ -1945,23 +1919,18 @@ def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if state["format"] != CHECKPOINT_FORMAT:
             raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
-        if type(state["step"]) is not int:
-            raise ValueError(f"its step is {state['step']!r}")
-        state["hyperparameters"] = check_saved(state["hyperparameters"])
+        state["step"] = int(state["step"])
+        saved = state["hyperparameters"]
+        missing = FIELDS.keys() - MAY_CHANGE_ON_RESUME - saved.keys()
+        if missing:  # the default of this file could change the training
+            raise ValueError("an older train_gpt.py wrote it, without "
+                             f"{', '.join(sorted(missing))}")
+        state["hyperparameters"] = {name: saved[name] for name in FIELDS if name in saved}
+        validate(Hyperparameters(**state["hyperparameters"]))
         missing = TRAINING_STATE - state.keys()
         if with_training_state and missing:  # a model.pt, say
             raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
         return state
-
-
-def check_saved(hyperparameters: dict) -> dict:
-    """Validate saved hyperparameters. Returns those that this file still has."""
-    missing = FIELDS.keys() - MAY_CHANGE_ON_RESUME - hyperparameters.keys()
-    if missing:  # the default of this file could change the training
-        raise ValueError(f"an older train_gpt.py wrote it, without {', '.join(sorted(missing))}")
-    values = {name: value for name, value in hyperparameters.items() if name in FIELDS}
-    validate(Hyperparameters(**values))
-    return values
 
 
 def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
@@ -1985,35 +1954,29 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
 def find_run(hp: Hyperparameters) -> Run:
     """The folder of the run and the checkpoint to resume from, by hp.resume and hp.run_id."""
     logs = Path(hp.log_dir)
-    # plain torchrun names all its jobs "none"
-    job = re.sub(r"\W", "", os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex))[:8]
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun
-    folder = logs / (hp.run_id or f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{job}")
     resume = Path(hp.resume)
+    new_id = f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{uuid.uuid4().hex[:8]}"
+    run = Run(logs / (hp.run_id or new_id))
 
     if hp.resume == "auto":
-        if not hp.run_id:  # the run that was saved last
-            saved = logs.glob("*/checkpoint_*[0-9].pt")
-            newest = max(saved, key=os.path.getmtime, default=None)
-            folder = newest.parent if newest else folder
-        return resume_newest(folder)
+        saved = list(logs.glob("*/checkpoint_*[0-9].pt"))
+        if saved and not hp.run_id:  # the run that was saved last
+            run.folder = max(saved, key=os.path.getmtime).parent
+        return resume_newest(run.folder)
 
     if hp.resume and resume.is_dir():
         if not checkpoints(resume):
             raise UserError(f"--resume={resume}: there is no checkpoint; give another folder")
         return resume_newest(resume)
 
-    run = Run(folder)  # a new run, from step 0 or from a checkpoint
-    if hp.resume:
+    if hp.resume:  # a new run from a checkpoint
         run.checkpoint = read_checkpoint(resume, with_training_state=True)
         step = run.checkpoint["step"]
         run.notes.append(f"resuming from {resume}, step {step}")
         if not hp.run_id:
             old_folder = resume.resolve().parent
-            run.folder = old_folder.with_name(f"{old_folder.name}_from_{step}_{job}")
-    elif restarted and not hp.run_id:  # in the folder that this job made before it failed
-        run.folder = max(logs.glob(f"????-??-??_??????_{job}"), default=folder)
-    if restarted:
+            run.folder = old_folder.with_name(f"{old_folder.name}_from_{step}")
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted the ranks
         return resume_newest(run.folder) if checkpoints(run.folder) else run
     if (run.folder / "log.txt").exists() or checkpoints(run.folder):
         raise UserError(f"{run.folder} holds a run already; continue it with "
@@ -2069,12 +2032,14 @@ def evaluate(trainer: Trainer) -> dict:
     num_sequences = hp.val_tokens // loader.sequence_tokens
     first = hp.val_start // loader.sequence_tokens
     loader.index = first + hardware.rank  # the ranks take turns
+    # of the loss, the tokens of text, the requests to stop
     totals = torch.zeros(3, dtype=widest_dtype(hardware), device=hardware.device)
     trainer.compiled_model.eval()
     while loader.index < first + num_sequences and not trainer.stop_requested:
         (inputs, targets), = loader.next_batch(stride=hardware.world_size)
         loss = trainer.compiled_model(inputs, targets, trainer.window)
-        totals[:2] += torch.stack((loss, (targets != hp.document_token).sum()))
+        totals[0] += loss
+        totals[1] += (targets != hp.document_token).sum()
     trainer.compiled_model.train()
     totals[2] = trainer.stop_requested
     loss_sum, text_tokens, stops = all_reduce_sum(totals, hardware)

@@ -21,6 +21,7 @@ from helpers import (  # noqa: E402
     Result,
     hyperparameters,
     make_data,
+    step_of,
     write_shard,
 )
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -96,7 +97,7 @@ def cut(whole, tmp_path):
         shutil.copytree(source, folder)
         (folder / "model.pt").unlink()
         for path in train_gpt.checkpoints(folder):
-            if train_gpt.step_of(path) > step:
+            if step_of(path) > step:
                 path.unlink()
         return folder
     return make

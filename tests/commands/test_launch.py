@@ -448,6 +448,18 @@ def test_a_first_machine_that_is_lost_is_named(stand_in):
     assert "Did the remote server shutdown or crash?" in err
 
 
+def test_a_run_that_may_restart_has_a_name(stand_in):
+    """By which its ranks find it; the user's own comes later and wins, and so does --resume."""
+    def options(*arguments: str) -> list[str]:
+        words = stand_in.launched(*arguments, MAX_RESTARTS="1")
+        return words[words.index("train_gpt.py") + 1:-1]
+    name, steps = options("--num_steps=3")
+    assert re.fullmatch(r"--run_id=\d{4}-\d\d-\d\d_\d{6}_\d+", name) and steps == "--num_steps=3"
+    assert options("--run_id=mine")[-1] == "--run_id=mine"
+    assert options("--resume=auto") == ["--resume=auto"]
+    assert stand_in.launched("--num_steps=3") == ["train_gpt.py --num_steps=3"]
+
+
 # Ranks that fail, with the real torchrun
 
 def ranks(stand_in: StandIn, body: str, **variables) -> tuple[int, str, list[str]]:
