@@ -2203,7 +2203,8 @@ def join_group(hardware: Hardware) -> None:
     except dist.DistError as error:
         reason = f" ({reason_of(error)})"
     raise UserError(f"rank {missing or 'unknown'} did not arrive within "
-                    f"--timeout={hardware.timeout:g} s{reason}; look at its machine, or wait longer")
+                    f"--timeout={hardware.timeout:g} s{reason}; look at its machine, or wait "
+                    "longer")
 
 
 def missing_ranks(store: dist.Store, key: str, rank: int, world_size: int, seconds: float) -> str:
@@ -2858,7 +2859,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def parse_value(kind, text: str):
-    """Text as a value for a field of this type; what is not one stays text: validate refuses it."""
+    """Convert text for a field of this type. Other text stays as it is: validate refuses it."""
     if kind is str:
         return text
     if kind is bool:
