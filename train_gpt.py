@@ -8,22 +8,23 @@
 
 Contents, in the order in which a token travels from a shard to an updated weight:
     1  hyperparameters        the numbers to edit
-    2  hardware               rank, device, dtypes (chosen in section 12)
+    2  hardware               rank, device, dtypes (chosen in section 13)
     3  data                   memory-mapped token shards, batches
     4  masks and attention    causal ∧ same document ∧ within the window; FlexAttention, banded
-    5  model                  the U-Net GPT with value embeddings; n-gram tables, copies
+    5  model                  the U-Net GPT with value embeddings
     6  Muon and schedules     Newton–Schulz, Muon, learning rate, momentum, parameter groups
     7  the step and the loop  one optimizer step; warm-up; the whole run
   around the loop:
     8  logging                log.txt, metrics.jsonl, the progress bar
     9  checkpoints            write, find and restore them
    10  evaluation             validation loss, samples of text, HellaSwag
-   11  ranks and faults       the process group, signals, ranks that fail
-   12  before a run           device and compiler, memory estimate, token budget, n-gram counts
-   13  command line and main  the historical systems as presets
+   11  suggestions            n-gram tables and copies of earlier text, on the laptop
+   12  ranks and faults       the process group, signals, ranks that fail
+   13  before a run           device and compiler, memory estimate, token budget
+   14  command line and main  the historical systems as presets
 
-A first reading can skip Float8Matmul (5) and the suggestions of n-grams and copies (5), which only
-the laptop run has.
+A first reading can skip Float8Matmul (5). The laptop run adds suggestions of n-grams and copies to
+the model: section 11.
 """
 import argparse
 import ast
@@ -82,7 +83,7 @@ HEADER_BYTES = 256 * 4          # of a shard: 256 int32
 CHECKPOINT_FORMAT = 2
 SEPARATOR = "=" * 100           # between the parts of a log
 FOLDER = Path(__file__).resolve().parent
-# Errors that files, the system and PyTorch raise on bad input.
+# What a damaged or foreign file can make Python and PyTorch raise.
 FOREIGN_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
                   RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError)
 
@@ -96,6 +97,8 @@ def explained(what: str, remedy: str):
     """Turn an error into a UserError: "what: reason; remedy"."""
     try:
         yield
+    except torch.OutOfMemoryError:  # main says what to do
+        raise
     except (UserError, *FOREIGN_ERRORS) as error:
         raise UserError(f"{what}: {reason_of(error)}; {remedy}") from None
 
@@ -115,12 +118,15 @@ def reason_of(error: BaseException) -> str:
 
 @dataclass
 class Hyperparameters:
-    """The defaults are the h100 run. A preset changes some of them, the command line any."""
-    preset: str = "auto"                # auto: h100 on GPUs, else laptop; several: A+B, later win
+    """The defaults are the h100 run. A preset replaces some of them, the command line any.
+
+    One line for each: --help is made from these lines.
+    """
+    preset: str = "auto"                # auto: h100 on GPUs, else laptop; A+B: of both, B wins
     # data
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # token shards to train on (glob)
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"      # token shards to validate on (glob)
-    vocab_size: int = 50257             # tokens that exist
+    vocab_size: int = 50257             # tokens of the tokenizer
     vocab_multiple: int = 128           # rows of the head are padded to a multiple of this: 50,304
     pad_embeddings: bool = True         # pad the rows of the embeddings likewise
     document_token: int = 50256         # starts each document; attention never crosses it
@@ -141,13 +147,13 @@ class Hyperparameters:
     num_heads: int = 6                  # attention heads per layer
     model_dim: int = 768                # width of the residual stream
     mlp_ratio: int = 4                  # hidden units of the MLP per unit of width
-    value_layout: str | tuple = "ends"  # value tables: none, per_layer, mirrored, ends, or a tuple
-    value_lambdas: int = 2              # 2: values are λ0·v + λ1·ve; 1: (1−λ)·v + λ·ve
+    value_layout: str | tuple = "ends"  # value embeddings: none, per_layer, mirrored, ends, tuple
+    value_lambdas: int = 2              # values with embedding e: 2: λ0·v + λ1·e; 1: (1−λ)·v + λ·e
     first_layer_values: bool = False    # mix the first layer's values into layers without a table
-    no_attention: str | tuple = "second_decoder"  # without: none, second_decoder, tuple
+    no_attention: str | tuple = "second_decoder"  # layers: none, second_decoder, tuple
     rotary_base: float = 1024.0         # the slowest rotary frequency is 1/base radians per token
     rotary_fraction: float = 0.5        # part of a head's dimensions that is rotated
-    rotary_endpoint: bool = True        # frequencies include 1/base; false: they stop one short
+    rotary_endpoint: bool = True        # the slowest is 1/base itself; false: one step faster
     attention_scale: float = 0.12       # factor on q·k; 0: 1/√head_dim
     norm_eps: float = 2.0**-23          # of every RMS norm; 0: torch.finfo(dtype).eps
     init_bound: float = 0.75**0.5       # matrices start uniform in ±this/√in_features, outputs at 0
@@ -156,13 +162,13 @@ class Hyperparameters:
     ngram_order: int = 0                # tokens in the longest context that is counted; 0: none
     ngram_tokens: int = 0               # tokens to count, of those that no batch of the run reads
     ngram_share: float = 0.0            # part of every shard that is kept for counting n-grams
-    copy_lengths: tuple = ()            # suggest what followed the last match of so many tokens
+    copy_lengths: tuple = ()            # suggest what followed the latest match of n tokens
     # attention window, growing linearly over the run
     window_unit: str = "block"          # block (of 128), token (steps of 64), token_in_block (both)
     window_start: int = 0               # tokens, at step 0
-    window_end: int = 1728              # tokens, at the last step
+    window_end: int = 1728              # tokens, at the end of the last step
     window_rounding: str = "up"         # to whole units: down, up
-    short_window_layers: str | tuple = "inner"  # half the window: none, inner (most), tuple
+    short_window_layers: str | tuple = "inner"  # half: none, inner (all but 4), tuple
     # optimizers
     sum_loss: bool = True               # gradients of a sequence's summed loss, not of its mean
     embed_rate: float = 0.6             # Adam: token and value embeddings
@@ -181,7 +187,7 @@ class Hyperparameters:
     muon_decay: float = 0.0             # Muon: decoupled weight decay
     muon_steps: int = 5                 # Muon: Newton–Schulz iterations per update
     cooldown: float = 0.45              # last part of the run, where rates fall; above 1: steps
-    rate_floor: float = 0.1             # factor on the rates at the last step
+    rate_floor: float = 0.1             # factor on the rates at the end
     # hardware
     device: str = "auto"                # auto, cuda, cpu, mps
     dtype: str = "auto"                 # activations: auto (bfloat16 on GPUs that have it), a type
@@ -196,7 +202,7 @@ class Hyperparameters:
     tune_kernels: bool = False          # Inductor's coordinate descent: fast kernels, slow start
     tune_products: bool = True          # Inductor fuses ReLU² with its product where that is faster
     seed: int = 1337                    # of weights, sample and order of shards
-    # output
+    # output, resume, faults
     log_dir: str = "logs"               # each run makes a folder of its own in here
     run_id: str = ""                    # name of that folder; empty: the time and a random word
     log_every: int = 10                 # steps between lines with the training loss
@@ -216,7 +222,9 @@ class Hyperparameters:
     temperature: float = 0.8            # of sampling; 0: always the likeliest token
     top_k: int = 0                      # sample among the k likeliest tokens; 0: among all
 
-    origins = {}    # not a field: where each value comes from (default, preset, command line)
+    def __post_init__(self):
+        # where each value comes from: default, a preset, the command line, a checkpoint, hardware
+        self.origins = dict.fromkeys(FIELDS, "default")
 
     @property
     def is_byte_level(self) -> bool:
@@ -280,8 +288,8 @@ LAPTOP = dict(
     target_loss=1.20,
     num_layers=2, num_heads=2, model_dim=64, fp8_head=False,
     window_start=256, window_end=256, cooldown=0.5, sample_tokens=600)
-# Applied before all other presets: --preset=2024-12-10+laptop keeps the dated architecture, at the
-# laptop's size.
+# The part of the laptop run that a dated preset replaces: --preset=2024-12-10+laptop is the dated
+# architecture at the laptop's size.
 LAPTOP_ARCHITECTURE = dict(
     value_layout="per_layer", no_attention="none", attention_scale=0.0, norm_eps=0.0,
     init_bound=1.0, logit_scale=1.0, window_rounding="down", short_window_layers="none",
@@ -301,15 +309,19 @@ CHOICES = {"window_unit": ("block", "token", "token_in_block"),
            "value_layout": ("none", "per_layer", "mirrored", "ends"),
            "no_attention": ("none", "second_decoder")}
 
-# Limits of numbers; the lower limit is 0 where none is given.
+# Limits of numbers; the lower limit is 0 where none is given. The upper limits of sizes keep a
+# checkpoint that claims to be huge from filling the memory.
 AT_LEAST = dict(vocab_size=1, vocab_multiple=1, num_steps=1, batch_tokens=BLOCK,
                 sequence_tokens=BLOCK, epochs=1, val_tokens=BLOCK, num_layers=2, num_heads=1,
                 model_dim=4, mlp_ratio=1, value_lambdas=1, rotary_base=1.001, rotary_fraction=0.001,
                 window_end=1, fp8_weight_scale=1e-6, fp8_grad_scale=1e-6, muon_steps=1, log_every=1,
                 keep_checkpoints=1, timeout=1)
-AT_MOST = dict(vocab_size=2**16, value_lambdas=2, rotary_fraction=1, ngram_order=6, ngram_share=0.9,
-               rate_floor=1, adam_beta1=0.999999, adam_beta2=0.999999, muon_momentum=0.999999,
-               muon_momentum_start=0.999999, seed=2**63 - 1)
+AT_MOST = dict(vocab_size=2**16, vocab_multiple=2**16, num_steps=10**12, batch_tokens=10**12,
+               val_tokens=10**12, val_start=10**12, epochs=10**6, num_layers=1000, num_heads=1000,
+               model_dim=10**6, mlp_ratio=100, value_lambdas=2, rotary_fraction=1,
+               ngram_order=6, ngram_tokens=10**9, ngram_share=0.9, rate_floor=1,
+               adam_beta1=0.999999, adam_beta2=0.999999, muon_momentum=0.999999,
+               muon_momentum_start=0.999999, muon_steps=100, seed=2**63 - 1, timeout=10**6)
 
 # Fields that --resume may change: they change no weight, or only its rounding.
 MAY_CHANGE_ON_RESUME = {
@@ -323,7 +335,7 @@ MAY_CHANGE_ON_RESUME = {
 
 @dataclass
 class Hardware:
-    """The rank and device of this process, and what find_hardware (section 12) chose for them."""
+    """The rank and device of this process, and what section 13 chose for them."""
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
@@ -331,7 +343,7 @@ class Hardware:
     muon_dtype: torch.dtype = torch.float32     # of Newton–Schulz
     has_fp8: bool = False
     attention: str = "banded"
-    flex_options: dict | None = None            # FlexAttention's tiles; None: Inductor's own
+    flex_options: dict | None = None            # FlexAttention's tiles; None: Inductor chooses
     compile: bool = False
     # used around the loop only
     why_not_compiled: str = ""
@@ -353,27 +365,27 @@ class Shard:
             with open(path, "rb") as file:
                 header = file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
         magic, version, self.num_tokens = np.frombuffer(header, dtype="<i4")[:3].tolist()
-        held = max(0, file_bytes - HEADER_BYTES) / 2
+        expected_bytes = HEADER_BYTES + 2 * self.num_tokens
         problem = ""
         if magic != SHARD_MAGIC:
             problem = f"not a token shard: it begins with {magic}, not {SHARD_MAGIC}"
         elif version != SHARD_VERSION:
             problem = f"shard version {version}, not {SHARD_VERSION}"
-        elif self.num_tokens != held:
-            problem = f"damaged: it claims {self.num_tokens:,} tokens and holds {held:,.10g}"
+        elif file_bytes != expected_bytes:
+            problem = f"damaged: it has {file_bytes:,} bytes instead of {expected_bytes:,}"
         if problem:
             raise UserError(f"{path}: {problem}; fetch it again, or make it with a script of data/")
 
     @cached_property
     def pages(self) -> mmap.mmap:
-        with contextlib.suppress(OSError, ValueError), open(self.path, "rb") as file:
+        with explained(self.path, "fetch it again"), open(self.path, "rb") as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if len(pages) == HEADER_BYTES + 2 * self.num_tokens:
-                return pages
-        raise UserError(f"{self.path}: removed or changed since the run began; fetch it again")
+            if len(pages) != HEADER_BYTES + 2 * self.num_tokens:
+                raise ValueError("changed since the run began")
+            return pages
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """A view of the file."""
+        """A view of the file. Refuses tokens that are outside the vocabulary."""
         tokens = np.frombuffer(self.pages, "<u2", length, HEADER_BYTES + 2 * start)
         if tokens.max(initial=0) >= self.vocab_size:
             raise UserError(f"{self.path}: token {tokens.max()} among the {length} from {start} on "
@@ -398,21 +410,21 @@ class Loader:
         batch 0    AAAA               AAAA               AAAA
         batch 1        BBBB               BBBB               BBBB
 
-    A small batch that is one piece of text is mostly one article, and needs twice the tokens for
-    the same loss. With segment_tokens=0 there is one lane, as in the published records. The batch
-    is cut into sequences; micro-step m of rank r takes sequence m · world_size + r. A shard gives
-    as many whole batches as the first `share` of each lane holds. Of several epochs, each has its
-    own order of the shards.
+    Without lanes a small batch would be one article: training then needs twice the tokens for the
+    same loss. With segment_tokens=0 there is one lane, as in the published records. The batch is
+    cut into sequences; micro-step m of rank r takes sequence m · world_size + r. Batches take the
+    first `share` of each lane. Of several epochs, each has its own order of the shards.
 
     With align_documents every sequence starts at a document, and what lies between is skipped.
-    Shards beyond the first `num_batches` batches are then not scanned, and count as empty.
+    The shards are scanned for documents until they give `batches_needed` batches; those after that
+    count as empty.
     """
 
     def __init__(self, pattern: str, batch_tokens: int, sequence_tokens: int,
                  segment_tokens: int = 0, rank: int = 0, world_size: int = 1, device="cpu",
                  vocab_size: int = 2**16, epochs: int = 1, seed: int = 0,
                  document_token: int = 0, align_documents: bool = False,
-                 num_batches: int = 10**12, share: float = 1.0):
+                 batches_needed: int = 10**12, share: float = 1.0):
         self.pattern = pattern
         self.paths = sorted(glob.glob(pattern))
         if not self.paths:
@@ -434,20 +446,21 @@ class Loader:
         self.world_size = world_size
         self.device = torch.device(device)
         self.sequence_starts = {}   # with align_documents: {shard: [batches, sequences]}
-        self.num_batches = []       # whole batches in each shard
+        self.batches_per_shard = []     # whole ones
         for shard in self.shards:
             if align_documents:
-                if shard not in self.sequence_starts and sum(self.num_batches) < num_batches:
+                found = sum(self.batches_per_shard)
+                if shard not in self.sequence_starts and found < batches_needed:
                     self.sequence_starts[shard] = aligned_starts(
                         shard, batch_tokens // sequence_tokens, sequence_tokens, document_token)
-                self.num_batches.append(len(self.sequence_starts.get(shard, ())))
+                self.batches_per_shard.append(len(self.sequence_starts.get(shard, ())))
             else:
                 lane_tokens = max(0, shard.num_tokens - 1) // self.num_lanes
-                self.num_batches.append(int(share * lane_tokens) // self.segment_tokens)
-        self.batch_ends = list(itertools.accumulate(self.num_batches))
+                self.batches_per_shard.append(int(share * lane_tokens) // self.segment_tokens)
+        self.batch_ends = list(itertools.accumulate(self.batches_per_shard))
         self.index = 0              # of the next batch; the loader's only state
-        self.prefetched = {}        # the batch being read in the background, by index
-        # the current CUDA device is per thread: pinning memory would open a context on GPU 0
+        self.prefetched = {}        # {index: future} of the batch that is read in the background
+        # each thread has a current CUDA device: pinning memory would open a context on GPU 0
         initializer = torch.cuda.set_device if self.device.type == "cuda" else None
         self.reader = ThreadPoolExecutor(1, "loader", initializer, (self.device,))
 
@@ -466,37 +479,37 @@ class Loader:
         self.index += stride
         if self.index < len(self):
             self.prefetched = {self.index: self.reader.submit(self.read, self.index)}
-        # clone: an input that starts at any address would be copied in every compiled graph
+        # clone: a compiled graph copies an input that is not aligned in memory, as a slice is
         return [(pieces[:, :-1].clone().flatten(), pieces[:, 1:].long().flatten())
                 for pieces in tokens]
 
     def locate(self, index: int) -> tuple[Shard, int]:
         """The shard that holds a batch, and the index of the batch in it."""
         shard_index = bisect.bisect_right(self.batch_ends, index)
-        first = self.batch_ends[shard_index] - self.num_batches[shard_index]
+        first = self.batch_ends[shard_index] - self.batches_per_shard[shard_index]
         return self.shards[shard_index], index - first
 
     def read(self, index: int) -> Tensor:
         """This rank's part of a batch, on the host: int32 [micro-steps, pieces, tokens + 1]."""
-        shard, number = self.locate(index)
+        shard, batch_in_shard = self.locate(index)
         piece_tokens = min(self.segment_tokens, self.sequence_tokens)
         shape = (self.micro_steps, self.sequence_tokens // piece_tokens, piece_tokens + 1)
         host = torch.empty(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         tokens = host.numpy()
         for micro_step, piece in np.ndindex(tokens.shape[:2]):
             sequence = micro_step * self.world_size + self.rank
-            start = self.start_of(shard, number, sequence, piece * piece_tokens)
+            start = self.start_of(shard, batch_in_shard, sequence, piece * piece_tokens)
             tokens[micro_step, piece] = shard.tokens(start, piece_tokens + 1)
         shard.release_pages()
         return host
 
-    def start_of(self, shard: Shard, number: int, sequence: int, offset: int) -> int:
+    def start_of(self, shard: Shard, batch_in_shard: int, sequence: int, offset: int) -> int:
         """Position in the shard of token `offset` of a sequence of a batch."""
         if self.align_documents:
-            return int(self.sequence_starts[shard][number, sequence]) + offset
+            return int(self.sequence_starts[shard][batch_in_shard, sequence]) + offset
         lane_tokens = (shard.num_tokens - 1) // self.num_lanes
         lane, inside = divmod(sequence * self.sequence_tokens + offset, self.segment_tokens)
-        return lane * lane_tokens + number * self.segment_tokens + inside
+        return lane * lane_tokens + batch_in_shard * self.segment_tokens + inside
 
     def unused(self, num_batches: int, limit: int) -> list[tuple[Shard, int, int]]:
         """Spans that the first `num_batches` batches do not read, `limit` tokens at most in total.
@@ -509,7 +522,7 @@ class Loader:
         for shard in dict.fromkeys(self.shards):
             lane_tokens = (shard.num_tokens - 1) // self.num_lanes
             first = batches_read[shard] * self.segment_tokens + 1  # 1: the last target
-            length = min(lane_tokens - first, limit // self.num_lanes)
+            length = min(lane_tokens - first, limit // self.num_lanes)  # an equal part of each lane
             if length > 0:
                 spans += [(shard, lane * lane_tokens + first, length)
                           for lane in range(self.num_lanes)]
@@ -522,7 +535,7 @@ def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
     """Where the sequences of each batch start: [batches, sequences]. All start at a document.
 
     The last document of a sequence is cut; the next sequence starts at the first document after it.
-    As in the system of 2025-07-13, a batch is taken while twice its tokens are left in the shard.
+    As in the system of 2025-07-13, a shard ends where fewer than twice a batch's tokens are left.
     """
     tokens = shard.tokens(0, shard.num_tokens)
     documents = np.append(np.flatnonzero(tokens == document_token), shard.num_tokens)
@@ -562,7 +575,7 @@ class Data(NamedTuple):
 # ═══ 4  Masks and attention: causal ∧ same document ∧ within the window ═══════════════════════════
 
 def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
-    """(window_tokens, window_blocks) of a step; NO_LIMIT for the one that window_unit leaves out.
+    """(window_tokens, window_blocks) of a step, such as (NO_LIMIT, 14) for window_unit="block".
 
     A query at position q sees the key at position k where q − k < window_tokens and
     q // BLOCK − k // BLOCK < window_blocks.
@@ -586,10 +599,12 @@ def short_window(window: Tensor) -> Tensor:
 
 def blocks_back(window_tokens: int, window_blocks: int) -> int:
     """How many blocks before its own a query looks into."""
-    return max(0, min(window_blocks - 1, -(-(window_tokens - 1) // BLOCK)))
+    back_by_tokens = math.ceil((window_tokens - 1) / BLOCK)
+    return max(0, min(window_blocks - 1, back_by_tokens))
 
 
 def max_blocks_back(hp: Hyperparameters) -> int:
+    """The same for the whole run, which gives banded attention its shape."""
     return max(blocks_back(*window_at(hp, step)) for step in (0, hp.num_steps))
 
 
@@ -610,16 +625,17 @@ def document_ids(inputs: Tensor, document_token: int, segment_tokens: int) -> Te
 
 def build_mask(documents: Tensor, window: Tensor, attention: str, band_blocks: int,
                flex_options: dict | None = None) -> Mask:
-    """documents: the index of each token's document, non-decreasing along the sequence.
+    """The mask of a sequence for an attention back end.
 
+    documents: the index of each token's document, non-decreasing along the sequence.
     window: int32 (tokens, blocks) of window_at; band_blocks: max_blocks_back of the run.
     """
     if attention == "flex":
         return Mask(flex_block_mask(documents, window), flex_options)
     band_blocks = min(band_blocks, len(documents) // BLOCK - 1)
-    is_eager = not torch.compiler.is_compiling()  # a graph has one shape
-    if is_eager and documents.device.type == "cpu":
-        band_blocks = min(band_blocks, blocks_back(*window.tolist()))  # a narrow window costs less
+    if documents.device.type == "cpu" and not torch.compiler.is_compiling():
+        # only the band of this step's window; a compiled graph must keep one shape
+        band_blocks = min(band_blocks, blocks_back(*window.tolist()))
     return Mask(bias=band_bias(documents, window, band_blocks))
 
 
@@ -632,7 +648,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = flex_attention(q, k, v, block_mask=mask.block_mask, scale=scale,
                              kernel_options=mask.flex_options)
-        return out.squeeze(0).transpose(0, 1)  # [0] would copy the gradient
+        return out.squeeze(0).transpose(0, 1)  # the backward pass of [0] would copy
     bias = mask.bias.type_as(q)
     span = bias.size(-1)
     queries = q.view(-1, BLOCK, *q.shape[1:]).transpose(1, 2)  # [blocks, heads, BLOCK, head_dim]
@@ -644,7 +660,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
 # ── FlexAttention ─────────────────────────────────────────────────────────────────────────────────
 
 def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
-    """Ordered lists of partial and of full blocks, from the first and last document of each."""
+    """For each block of queries, the blocks of keys that it sees in part and in full, in order.
+
+    A block sees some of an earlier one if its first document is not after the other's last.
+    """
     window_tokens, window_blocks = window.unbind()
 
     def mask_mod(batch, head, query, key):  # the lists below already hold the window in blocks
@@ -660,7 +679,7 @@ def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
     first = documents.view(-1, BLOCK)[:, 0].contiguous()
     last = documents.view(-1, BLOCK)[:, -1].contiguous()
     block = torch.arange(len(first), dtype=torch.int32, device=documents.device)
-    distance = block[:, None] - block  # from the key's block to the query's
+    distance = block[:, None] - block  # [query block, key block]
     nearest = (distance - 1) * BLOCK + 1    # the smallest query − key of the two blocks
     farthest = (distance + 1) * BLOCK - 1   # the largest
     near = (distance >= 0) & (distance < window_blocks)
@@ -678,7 +697,7 @@ def band_bias(documents: Tensor, window: Tensor, band_blocks: int) -> Tensor:
     The span of a block of queries is that block itself and the `band_blocks` blocks before it.
     """
     span = (band_blocks + 1) * BLOCK
-    key = torch.arange(span, device=documents.device)
+    key = torch.arange(span, device=documents.device)  # positions within the span
     query = key[-BLOCK:, None]
     in_window = (query >= key) & (query - key < window[0])
     in_window = in_window & (query // BLOCK - key // BLOCK < window[1])
@@ -718,7 +737,7 @@ class Float8Matmul(torch.autograd.Function):
     """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
 
     x is normed, so that no entry is above √model_dim, and the gradient of a token's loss is 1 at
-    most: the default scales of both leave no room for overflow. Weights beyond ±24 saturate.
+    most: with the default scales neither overflows. Weights beyond ±24 saturate.
     """
 
     @staticmethod
@@ -735,14 +754,15 @@ class Float8Matmul(torch.autograd.Function):
         x8, weight8 = ctx.saved_tensors
         x_scale, weight_scale, grad_scale = ctx.scales
         grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
-        weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))  # _scaled_mm: rows × columns
+        # _scaled_mm takes the first factor in rows and the second in columns
+        weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))
         x_grad = scaled_matmul(grad8, weight8, grad_scale * weight_scale, grad.dtype)
         weight_grad = scaled_matmul(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
         return x_grad, weight_grad, None, None, None
 
 
 def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Saturating: a plain cast may turn what is too large into NaN."""
+    """Clamps first: a plain cast may turn what is too large into NaN."""
     return (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
 
 
@@ -763,9 +783,10 @@ class Rotary(nn.Module):
         super().__init__()
         pairs = head_dim // 2
         num_rotated = max(1, round(pairs * fraction))
-        exponents = torch.arange(num_rotated) / num_rotated
         if endpoint:
             exponents = torch.linspace(0, 1, num_rotated)
+        else:
+            exponents = torch.arange(num_rotated) / num_rotated
         frequencies = F.pad((1 / base) ** exponents, (0, pairs - num_rotated))
         angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), frequencies)
         self.register_buffer("cos", angles.cos()[:, None], persistent=False)  # [tokens, 1, pairs]
@@ -797,7 +818,7 @@ class Attention(nn.Module):
     def mix_values(self, v: Tensor, value_embedding: Tensor | None) -> Tensor:
         """The stream's values with those of a value table, or of the first layer."""
         if self.value_mix.ndim == 0:  # value_lambdas=1
-            # v with itself: DDP needs a gradient of every parameter, here a zero
+            # v with itself is v, and gives the parameter a zero gradient, as DDP needs
             other = v if value_embedding is None else value_embedding
             return torch.lerp(v, other, self.value_mix.type_as(v))
         own_weight, embedding_weight = self.value_mix.type_as(v)
@@ -808,7 +829,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, value_embedding: Tensor | None,
                 mask: Mask) -> tuple[Tensor, Tensor]:
         """Returns the output and this layer's own values, for first_layer_values."""
-        # one product; three parameters, since Muon orthogonalizes each by itself
+        # three parameters, since Muon orthogonalizes each alone, but one product
         weights = [project.weight.type_as(x) for project in (self.query, self.key, self.value)]
         qkv = F.linear(x, torch.cat(weights))
         q, k, v = qkv.view(len(x), 3, self.num_heads, -1).unbind(1)
@@ -819,7 +840,7 @@ class Attention(nn.Module):
 
 
 class ReluSquared(torch.autograd.Function):
-    """With a backward pass in one sweep: 0.92 to 0.95 of the laptop's whole step."""
+    """With a backward pass in one sweep: a laptop step takes 5 to 8 % less time."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -864,159 +885,6 @@ class Block(nn.Module):
         return x + self.down(hidden), values
 
 
-# ── suggestions for the next token (laptop run only): n-gram tables, copies of earlier text ───────
-
-MAX_SUCCESSORS = 32     # kept of each context
-TOKEN_BITS = 9          # of a token in the integer of its context
-TOKEN_MASK = 2**TOKEN_BITS - 1
-
-
-class NGrams(nn.Module):
-    """Probabilities of the next token by counts of n-grams; the model learns to correct them.
-
-    What follows each context of 1 to `order` tokens is counted once, before the first step: seconds
-    for a text that the model would read for an hour (count_ngrams, section 12). The probability of
-    a token is (count − discount) / total, and what the discounts leave over goes to the next
-    shorter context.
-
-    The table of an order has its contexts, sorted, as integers of 9 bits a token; for each of them
-    where its successors start; and the successors with their probabilities, the most frequent
-    first. These two end in MAX_SUCCESSORS zeros, so that as many can be read from any start.
-    """
-
-    def __init__(self, order: int, vocab_size: int):
-        super().__init__()
-        self.order = order
-        self.register_buffer("unigrams", torch.full((vocab_size,), 1 / vocab_size),
-                             persistent=False)
-        for n in range(1, order + 1):
-            self.set_table(n, contexts=torch.full((1,), -1),  # matches no context
-                           starts=torch.zeros(2, dtype=torch.int32),
-                           successors=torch.zeros(MAX_SUCCESSORS, dtype=torch.int16),
-                           probs=torch.zeros(MAX_SUCCESSORS, dtype=torch.float16))
-
-    def set_table(self, n: int, **table: Tensor) -> None:
-        self.set_extra_state({f"{name}_{n}": tensor for name, tensor in table.items()})
-
-    def get_extra_state(self) -> dict[str, Tensor]:
-        """What model.pt holds of this module: the sizes of the tables depend on the text."""
-        return dict(self.named_buffers())
-
-    def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in state.items():
-            self.register_buffer(name, tensor.to(self.unigrams.device), persistent=False)
-
-    @torch.no_grad()
-    def forward(self, inputs: Tensor, documents: Tensor) -> Tensor:
-        """The probabilities of every token after each input: [tokens, vocabulary]."""
-        num_tokens = len(inputs)
-        total = self.unigrams.new_zeros(num_tokens, len(self.unigrams))
-        backoff_weight = total.new_ones(num_tokens, 1)  # what all longer contexts leave over
-        numbers = torch.arange(MAX_SUCCESSORS, device=inputs.device)
-        context = torch.zeros_like(inputs, dtype=torch.int64)
-        for back in range(self.order):
-            context = (context << TOKEN_BITS) | shifted(inputs, back)
-        for n in range(self.order, 0, -1):
-            contexts, starts, successors, probs = (
-                getattr(self, f"{name}_{n}")
-                for name in ("contexts", "starts", "successors", "probs"))
-            in_document = documents == shifted(documents, n - 1, -1)
-            row = torch.searchsorted(contexts, context).clamp(max=len(contexts) - 1)
-            found = in_document & (contexts[row] == context)
-            start = starts[row]
-            length = torch.where(found, starts[row + 1] - start, 0)
-            # gathers whole rows of overlapping views: 0.97 of the laptop's step
-            successor, prob = (entries.unfold(0, MAX_SUCCESSORS, 1).index_select(0, start)
-                               for entries in (successors, probs))
-            prob = torch.where(numbers < length[:, None], prob.to(total.dtype), 0.0)
-            total.scatter_add_(1, successor.long(), backoff_weight * prob)
-            backoff_weight = backoff_weight * (1 - prob.sum(dim=1, keepdim=True)).clamp(min=1e-4)
-            context = context >> TOKEN_BITS  # without the oldest token
-        return total.addcmul_(backoff_weight, self.unigrams)
-
-
-def shifted(x: Tensor, back: int, fill: int = 0) -> Tensor:
-    """For each position, the entry of x that is `back` positions earlier."""
-    return F.pad(x, (back, 0), value=fill)[:len(x)]
-
-
-@torch.no_grad()
-def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[Tensor, Tensor]:
-    """(token, found), each [tokens, lengths]: what followed the last match of so many tokens.
-
-    A match is an earlier occurrence, in the same document, of the `length` tokens up to here.
-    """
-    num_tokens = len(inputs)
-    unmatched = -1 - torch.arange(num_tokens, device=inputs.device)  # keys that match nothing
-    key = documents.long()
-    keys = []
-    for length in range(1, lengths[-1] + 1):  # a hash of the document and of the last tokens
-        key = key * 0x5851F42D4C957F2D + shifted(inputs, length - 1) + 1
-        if length in lengths:
-            in_document = documents == shifted(documents, length - 1, -1)
-            keys.append(torch.where(in_document, key & (2**62 - 1), unmatched))
-    sorted_keys, order = torch.sort(torch.stack(keys), stable=True)
-    repeated = sorted_keys[:, 1:] == sorted_keys[:, :-1]
-    earlier = torch.full_like(order, -1)
-    earlier.scatter_(1, order[:, 1:], torch.where(repeated, order[:, :-1], -1))
-    token = inputs[(earlier + 1).clamp(max=num_tokens - 1)].long()
-    return token.T, (earlier >= 0).T
-
-
-class Suggestions(nn.Module):
-    """What n-grams and copies suggest as the next token is added to the embedding and the logits.
-
-    A learned gate for each token weighs the part that goes to the logits.
-    """
-
-    def __init__(self, hp: Hyperparameters):
-        super().__init__()
-        self.copy_lengths = hp.copy_lengths
-        self.vocab_size = hp.padded_vocab
-        self.ngrams = None
-        if hp.ngram_order:
-            self.ngrams = NGrams(hp.ngram_order, hp.padded_vocab)
-            self.ngram_embed = nn.Embedding(hp.padded_vocab, hp.model_dim)
-            self.ngram_gate = Linear(hp.model_dim, 1)
-        if hp.copy_lengths:
-            # a table for each length, and a row for what was not found
-            self.copy_embed = nn.EmbeddingBag(len(hp.copy_lengths) * hp.padded_vocab + 1,
-                                              hp.model_dim, mode="sum", padding_idx=-1)
-            self.copy_gate = Linear(hp.model_dim, len(hp.copy_lengths))
-        for p in self.parameters():
-            nn.init.zeros_(p)
-
-    def find(self, inputs: Tensor, documents: Tensor) -> tuple[Tensor | None, tuple | None]:
-        """(probabilities of every token by n-grams, (token, found) of last_followers)"""
-        probs = None
-        copies = None
-        if self.ngrams is not None:
-            probs = self.ngrams(inputs, documents)
-        if self.copy_lengths:
-            copies = last_followers(inputs, documents, self.copy_lengths)
-        return probs, copies
-
-    def add_to_embedding(self, x: Tensor, probs: Tensor | None, copies: tuple | None) -> Tensor:
-        if probs is not None:
-            x = x + probs.type_as(x) @ self.ngram_embed.weight.type_as(x)
-        if copies is not None:
-            token, found = copies
-            table = torch.arange(token.size(1), device=token.device)
-            row = torch.where(found, table * self.vocab_size + token, self.copy_embed.padding_idx)
-            x = x + self.copy_embed(row).type_as(x)
-        return x
-
-    def add_to_logits(self, logits: Tensor, x: Tensor, probs: Tensor | None,
-                      copies: tuple | None) -> Tensor:
-        """x: what the head takes. The gate of the n-grams starts at 1, those of the copies at 0."""
-        if probs is not None:
-            logits = logits + (1 + torch.tanh(self.ngram_gate(x).to(logits.dtype))) * probs.log()
-        if copies is not None:
-            token, found = copies
-            logits = logits.scatter_add(1, token, found * self.copy_gate(x).to(logits.dtype))
-        return logits
-
-
 # ── the whole model ───────────────────────────────────────────────────────────────────────────────
 
 class GPT(nn.Module):
@@ -1030,8 +898,8 @@ class GPT(nn.Module):
         self.attention = attention
         self.flex_options = flex_options
         self.band_blocks = max_blocks_back(hp)
-        self.micro_steps = 1    # over which the trainer averages gradients
-        # here, since Dynamo cannot trace their computation in forward
+        self.micro_steps = 1    # set by Trainer, for the scale of FP8 gradients
+        # computed here, since Dynamo cannot trace these properties
         self.value_tables = hp.value_tables
         self.short_layers = hp.layers_with_short_window
         rotary = Rotary(hp.model_dim // hp.num_heads,
@@ -1045,7 +913,7 @@ class GPT(nn.Module):
         self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
         self.suggestions = None
         if hp.ngram_order or hp.copy_lengths:
-            self.suggestions = Suggestions(hp)
+            self.suggestions = Suggestions(hp)  # section 11
         if hp.bf16_embeddings and dtype == torch.bfloat16:
             self.embed.bfloat16()
             self.value_embeds.bfloat16()
@@ -1057,42 +925,46 @@ class GPT(nn.Module):
         """Mean loss, or logits where there are no targets. window: int32 (tokens, blocks)."""
         assert inputs.ndim == 1 and inputs.size(0) % BLOCK == 0, "one sequence of whole blocks"
         hp = self.hp
-        num_encoders = hp.num_layers // 2
+        num_encoder_layers = hp.num_layers // 2
         segment_tokens = hp.segment_tokens if self.training else 0  # validation is contiguous
         documents = document_ids(inputs, hp.document_token, segment_tokens)
-        options = (self.attention, self.band_blocks, self.flex_options)
-        mask = build_mask(documents, window, *options)
+        mask = self.build_mask(documents, window)
         short_mask = mask
         if self.short_layers:
-            short_mask = build_mask(documents, short_window(window), *options)
+            short_mask = self.build_mask(documents, short_window(window))
         x = self.embed(inputs).to(self.dtype)
         if self.suggestions is not None:
             suggested = self.suggestions.find(inputs, documents)
             x = self.suggestions.add_to_embedding(x, *suggested)
-        x = x0 = norm(x, hp.norm_eps)
+        x0 = norm(x, hp.norm_eps)
+        x = x0
         value_embeddings = [table(inputs).to(self.dtype).view(len(x), hp.num_heads, -1)
                             for table in self.value_embeds]
         skips = []
         first_values = None
         for layer, block in enumerate(self.blocks):
-            if layer >= num_encoders and skips:  # U-Net: the encoder's outputs, last in first out
-                x = x + self.skip_weights[layer - num_encoders].type_as(x) * skips.pop()
+            if layer >= num_encoder_layers and skips:
+                # U-Net: the encoder's outputs, last in first out
+                x = x + self.skip_weights[layer - num_encoder_layers].type_as(x) * skips.pop()
             table = self.value_tables[layer]
             value_embedding = first_values if table is None else value_embeddings[table]
             layer_mask = short_mask if layer in self.short_layers else mask
             x, values = block(x, x0, value_embedding, layer_mask)
             if hp.first_layer_values and first_values is None:
                 first_values = values  # value residual: arxiv.org/abs/2410.17897
-            if layer < num_encoders:
+            if layer < num_encoder_layers:
                 skips.append(x)
         x = norm(x, hp.norm_eps)
-        logits = self.logits(x)
+        logits = self.head_logits(x)
         if self.suggestions is not None:
             logits = self.suggestions.add_to_logits(logits, x, *suggested)
         return logits if targets is None else F.cross_entropy(logits, targets)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """The head's output, scaled and capped; in FP8 while training, where that is chosen."""
+    def build_mask(self, documents: Tensor, window: Tensor) -> Mask:
+        return build_mask(documents, window, self.attention, self.band_blocks, self.flex_options)
+
+    def head_logits(self, x: Tensor) -> Tensor:
+        """The head's output, scaled and capped. Training with fp8_head computes it in FP8."""
         hp = self.hp
         if hp.fp8_head and self.training and self.dtype != torch.float64:
             x_scale = hp.fp8_x_scale or 448 / hp.model_dim**0.5
@@ -1107,7 +979,7 @@ class GPT(nn.Module):
         if hp.logit_scale != 1:
             logits = logits * (hp.logit_scale or hp.model_dim**-0.5)
         if hp.softcap:
-            # [None], squeeze: else Inductor takes c·tanh for a scaled softmax, in three passes
+            # [None]: else Inductor takes this for a scaled softmax and reads the logits three times
             logits = (hp.softcap * torch.tanh(logits[None] / hp.softcap)).squeeze(0)
         return logits
 
@@ -1120,8 +992,8 @@ def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
     The matrices [..., rows, columns] have at least as many columns as rows, which makes the Gram
     matrix X @ X.mT the smaller of the two.
 
-    A quintic as steep at zero as possible: five steps lift every singular value above 0.01 of the
-    norm to about [0.7, 1.15], which trains as well as exact orthogonality.
+    A quintic that is as steep as possible at zero: five steps lift every singular value above 0.01
+    of the norm to about [0.7, 1.15], which trains as well as exact orthogonality.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     X = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -1168,7 +1040,7 @@ def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: fl
 
 
 def update_scale(p: Tensor) -> float:
-    """The singular values of an update are the rate times this: tall matrices step further."""
+    """Factor on the rate: √(rows / columns) where a matrix has more rows than columns."""
     return max(1, p.size(0) / p.size(1)) ** 0.5
 
 
@@ -1206,7 +1078,7 @@ class Muon(torch.optim.Optimizer):
 
     def share(self, group: dict) -> int:
         """How many parameters of a group are one rank's; the last ranks may have fewer."""
-        return -(-len(group["params"]) // self.world_size)
+        return math.ceil(len(group["params"]) / self.world_size)
 
     def own(self, group: dict) -> list[Tensor]:
         share = self.share(group)
@@ -1218,7 +1090,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def start_updates(self) -> list[tuple]:
         """Compute this rank's updates and start to gather those of all ranks."""
-        return [self.gather(group) for group in self.param_groups]
+        return [self.start_gather(group) for group in self.param_groups]
 
     @torch.no_grad()
     def finish_updates(self, started: list[tuple], found_inf: Tensor | None = None) -> None:
@@ -1232,7 +1104,8 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         self.finish_updates(self.start_updates())
 
-    def updates(self, group: dict) -> Tensor | None:
+    def own_updates(self, group: dict) -> Tensor | None:
+        """None where this rank has no parameter of the group."""
         own = self.own(group)
         if not own:
             return None
@@ -1243,9 +1116,9 @@ class Muon(torch.optim.Optimizer):
         return self.orthogonal_updates(grads, buffers, momentum, grad_weight, group["lerp"],
                                        group["nesterov"], group["steps"], self.dtype)
 
-    def gather(self, group: dict) -> tuple:
+    def start_gather(self, group: dict) -> tuple:
         """(group, the updates of all ranks, the handle to wait for)"""
-        updates = self.updates(group)
+        updates = self.own_updates(group)
         if self.world_size == 1:
             return group, updates, None
         p = group["params"][0]
@@ -1257,7 +1130,7 @@ class Muon(torch.optim.Optimizer):
         return group, gathered, dist.all_gather_single(gathered, own, async_op=True)
 
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
-        """A Python number would recompile at each new value. Compiled kernels take host scalars."""
+        """A Python number would recompile at each new value; compiled kernels take host tensors."""
         return torch.tensor(value, dtype=p.dtype, device=None if self.compiled else p.device)
 
     @torch.no_grad()
@@ -1267,6 +1140,7 @@ class Muon(torch.optim.Optimizer):
         owners = [(p, number // self.share(group)) for group in self.param_groups
                   for number, p in enumerate(group["params"])]
         for index, (p, owner) in enumerate(owners):
+            # received from its owner where it is not our own
             buffer = self.state[p]["momentum_buffer"] if p in self.state else torch.empty_like(p)
             if self.world_size > 1:
                 dist.broadcast(buffer, owner)
@@ -1367,8 +1241,8 @@ def is_reduced_separately(name: str) -> bool:
 def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 108) -> nn.Module:
     """Average the ranks' gradients, in buckets, during the backward pass.
 
-    Dynamo cuts the graph at each bucket, and sums across cuts are not fused: few buckets, each of
-    four layers of h100, so that its cuts are between layers. The gradients of the embeddings come
+    Dynamo cuts the graph at each bucket and cannot fuse across cuts: few buckets, each of four
+    layers of h100, so that the cuts are between layers. The gradients of the embeddings come
     last, with no backward pass left to hide behind: Trainer.reduce_embeddings averages them.
     """
     if hardware.world_size == 1:
@@ -1386,7 +1260,7 @@ def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 108) -> nn.M
 class QueuedStep(NamedTuple):
     """A step whose metrics the host has not read yet."""
     step: int
-    metrics: Tensor     # sums over the ranks: loss, gradient norm, requests to stop, suspect
+    metrics: Tensor     # sums over the ranks of what queue_metrics computes
     is_ready: Callable  # whether they have been copied to the host
 
 
@@ -1398,7 +1272,7 @@ class Trainer:
         self.hardware = hardware
         self.data = data
         torch.manual_seed(hp.seed)
-        # one set of weights: model (state), compiled_model (validation), ddp_model (training)
+        # the same weights thrice: model (state), compiled_model (validation), ddp_model (training)
         self.model = GPT(hp, hardware.dtype, hardware.attention, hardware.flex_options)
         self.model.to(hardware.device)
         self.model.micro_steps = data.train.micro_steps
@@ -1438,7 +1312,8 @@ class Trainer:
         mean_loss = torch.zeros((), dtype=self.model.loss_dtype, device=self.hardware.device)
         for micro_step, (inputs, targets) in enumerate(batch, 1):
             synchronize = micro_step == len(batch) or self.hardware.world_size == 1
-            with contextlib.nullcontext() if synchronize else self.ddp_model.no_sync():
+            context = contextlib.nullcontext() if synchronize else self.ddp_model.no_sync()
+            with context:
                 loss = self.ddp_model(inputs, targets, self.window) / len(batch)
                 mean_loss += loss.detach()
                 if self.hp.sum_loss:  # over the tokens of a sequence; still a mean over sequences
@@ -1459,10 +1334,10 @@ class Trainer:
         Returns found_inf where the host reads them later: above zero if one is not finite.
         """
         norms = torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters()]))
-        suspect = norms.argmax()  # of a parameter whose gradient is not finite, if there is one
+        largest = norms.argmax()  # the parameter whose gradient is not finite, if there is one
         stop = torch.full_like(mean_loss, self.stop_requested)
         values = torch.stack([value.type_as(mean_loss)
-                              for value in (mean_loss, norms.norm(), stop, suspect)])
+                              for value in (mean_loss, norms.norm(), stop, largest)])
         if self.hardware.device.type == "cuda":
             if self.hardware.world_size > 1:
                 dist.all_reduce(values)
@@ -1483,14 +1358,14 @@ class Trainer:
         while len(self.unread) > max_unread:
             queued = self.unread.popleft()
             wait_until(queued.is_ready, self.hardware)
-            loss_sum, norm_sum, stops, suspect_sum = queued.metrics.tolist()
+            loss_sum, norm_sum, stops, largest_sum = queued.metrics.tolist()
             loss = loss_sum / self.hardware.world_size
             steps = queued.step + 1
             self.stopping = self.stopping or stops > 0
             if not math.isfinite(loss + norm_sum):
                 names = [name for name, _ in self.model.named_parameters()]
-                suspect = names[round(suspect_sum / self.hardware.world_size)]  # of every rank
-                reason = f"gradient of {suspect} is not finite"
+                largest = names[round(largest_sum / self.hardware.world_size)]  # on every rank
+                reason = f"gradient of {largest} is not finite"
                 if math.isfinite(norm_sum):
                     reason = "all gradients are finite"
                 raise self.not_finite_error(steps, f"the loss of step {steps} is {loss}", reason)
@@ -1602,30 +1477,26 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
     if hardware.compile:
         log.write("compiling and warming up …")
         clock.switch("warmup")
-        set_timeout(hardware, hp.timeout + 3600)  # ranks may compile minutes apart
-        trainer.warm_up()
-        barrier = torch.zeros(1, dtype=torch.int64, device=hardware.device)
-        all_reduce_sum(barrier, hardware)  # waits for the rank that compiles longest
-        set_timeout(hardware, hp.timeout)
-        gc.collect()
-        gc.freeze()  # excludes the compiler's objects from later collections
+        warm_up_together(trainer)
     graphs = count_compiled_graphs()
-    saved_step = start_step
     clock.switch("train")
-    with (SignalHandler(trainer) as signals, Saver(run.folder, hardware.rank == 0) as saver,
+    with (SignalHandler(trainer) as signals,
+          Saver(run.folder, hardware.rank == 0, start_step) as saver,
           profile_steps(hp, hardware, run.folder) as profiler):
+        # Before each step, where they are due: read what is queued; save, before the validation,
+        # which may take long; validate; stop. After the last step there is no step to train.
         for step in range(start_step, hp.num_steps + 1):
             last_step = step == hp.num_steps
-            if last_step and hp.save_model:  # before the validation, which may take long
-                saver.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(hp),
-                                            step=step, model=trainer.model.state_dict()))
             save_due = hp.save_every and (last_step or step % hp.save_every == 0)
             val_due = last_step or (hp.val_every and step % hp.val_every == 0)
             if save_due or val_due or trainer.stopping:
-                log.train_losses(trainer, clock, trainer.read_losses())
-            if save_due and step > saved_step:
+                losses = trainer.read_losses()
+                log.train_losses(trainer, clock, losses)
+            if last_step and hp.save_model:
+                saver.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(hp),
+                                            step=step, model=trainer.model.state_dict()))
+            if save_due:
                 save_checkpoint(trainer, saver, log, clock, step)
-                saved_step = step
             if val_due and not trainer.stopping:
                 clock.switch("val")
                 check_ranks_agree(trainer, step)
@@ -1634,9 +1505,10 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
                 clock.switch("train")
                 if not trainer.stopping:
                     log.step(trainer, clock, step, **result)
-            if trainer.stopping and step > saved_step:
+            if trainer.stopping:
                 save_checkpoint(trainer, saver, log, clock, step)
-            if trainer.stopping or last_step:
+                break
+            if last_step:
                 break
             signals.check_launcher()  # stops if torchrun was killed
             losses = trainer.step(data.train.next_batch(), step)
@@ -1649,7 +1521,19 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
         if trainer.stopping:
             return report_stop(trainer, log, saver, signals, step)
         finish(trainer, log, clock, result, count_compiled_graphs() - graphs)
-        return 128 + signals.number if signals.number else 0  # a signal after the last step
+        return 0
+
+
+def warm_up_together(trainer: Trainer) -> None:
+    """Trainer.warm_up on all ranks, which may compile minutes apart."""
+    hardware = trainer.hardware
+    set_timeout(hardware, trainer.hp.timeout + 3600)
+    trainer.warm_up()
+    barrier = torch.zeros(1, dtype=torch.int64, device=hardware.device)
+    all_reduce_sum(barrier, hardware)
+    set_timeout(hardware, trainer.hp.timeout)
+    gc.collect()
+    gc.freeze()  # excludes the compiler's objects from later collections
 
 
 def count_compiled_graphs() -> int:
@@ -1839,9 +1723,10 @@ def command_output(*command: str) -> str:
 class Saver:
     """Writes files in a background thread: training waits only for a copy to the host."""
 
-    def __init__(self, folder: Path, enabled: bool):
+    def __init__(self, folder: Path, enabled: bool, saved_step: int = 0):
         self.folder = folder
         self.enabled = enabled
+        self.saved_step = saved_step    # of the last checkpoint
         self.thread = ThreadPoolExecutor(1)
         self.pending = None     # the last file, perhaps still being written
         self.failed = False     # the last file could not be written
@@ -1886,7 +1771,10 @@ class Saver:
 
 
 def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, step: int) -> None:
-    """A collective: all ranks take part, rank 0 copies and writes."""
+    """A collective: all ranks take part, rank 0 copies and writes. Skips a step that is saved."""
+    if step == saver.saved_step:
+        return
+    saver.saved_step = step
     parameter_norm = torch.nn.utils.get_total_norm(trainer.model.parameters())
     if not parameter_norm.isfinite():
         raise trainer.not_finite_error(step, f"no checkpoint of step {step}")
@@ -2089,10 +1977,8 @@ def sample(model: GPT, prompt: str, settings: Hyperparameters) -> str:
     device = model.skip_weights.device
     generator = torch.Generator().manual_seed(settings.seed)
     window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=device)
-    # the window of one layer: a longer context would make every token of the sample slower
-    max_context = min(hp.sequence_tokens, (max_blocks_back(hp) + 2) * BLOCK)
     for _ in range(settings.sample_tokens):
-        context = tokens[-max_context:]
+        context = tokens[-hp.sequence_tokens:]
         padding = [hp.document_token] * (-len(context) % BLOCK)
         inputs = torch.tensor(context + padding, device=device)
         logits = model(inputs, None, window)[len(context) - 1, :hp.vocab_size].float().cpu()
@@ -2157,7 +2043,248 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
         log.write(f"model: {log.folder / 'model.pt'}")
 
 
-# ═══ 11  Ranks and faults ═════════════════════════════════════════════════════════════════════════
+# ═══ 11  Suggestions for the next token (the laptop run): n-grams, copies of earlier text ═════════
+
+MAX_SUCCESSORS = 32     # kept of each context
+TOKEN_BITS = 9          # of each token in the integer of a context
+TOKEN_MASK = 2**TOKEN_BITS - 1
+
+
+class NGrams(nn.Module):
+    """Probabilities of the next token by counts of n-grams; the model learns to correct them.
+
+    What follows each context of 1 to `order` tokens is counted once, before the first step: seconds
+    for a text that the model would read for an hour (count_ngrams). The probability of
+    a token is (count − discount) / total, and what the discounts leave over goes to the next
+    shorter context.
+
+    The table of an order has its contexts, sorted, as integers of 9 bits a token; for each of them
+    where its successors start; and the successors with their probabilities, the most frequent
+    first. These two end in MAX_SUCCESSORS zeros, so that as many can be read from any start.
+    """
+
+    def __init__(self, order: int, vocab_size: int):
+        super().__init__()
+        self.order = order
+        self.register_buffer("unigrams", torch.full((vocab_size,), 1 / vocab_size),
+                             persistent=False)
+        for n in range(1, order + 1):
+            self.set_table(n, contexts=torch.full((1,), -1),  # matches no context
+                           starts=torch.zeros(2, dtype=torch.int32),
+                           successors=torch.zeros(MAX_SUCCESSORS, dtype=torch.int16),
+                           probs=torch.zeros(MAX_SUCCESSORS, dtype=torch.float16))
+
+    def set_table(self, n: int, **table: Tensor) -> None:
+        self.set_extra_state({f"{name}_{n}": tensor for name, tensor in table.items()})
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """What model.pt holds of this module: the sizes of the tables depend on the text."""
+        return dict(self.named_buffers())
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in state.items():
+            self.register_buffer(name, tensor.to(self.unigrams.device), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor, documents: Tensor) -> Tensor:
+        """The probabilities of every token after each input: [tokens, vocabulary]."""
+        num_tokens = len(inputs)
+        total = self.unigrams.new_zeros(num_tokens, len(self.unigrams))
+        backoff_weight = total.new_ones(num_tokens, 1)  # what all longer contexts leave over
+        numbers = torch.arange(MAX_SUCCESSORS, device=inputs.device)
+        context = torch.zeros_like(inputs, dtype=torch.int64)
+        for back in range(self.order):
+            context = (context << TOKEN_BITS) | shifted(inputs, back)
+        for n in range(self.order, 0, -1):
+            contexts, starts, successors, probs = (
+                getattr(self, f"{name}_{n}")
+                for name in ("contexts", "starts", "successors", "probs"))
+            in_document = documents == shifted(documents, n - 1, -1)
+            row = torch.searchsorted(contexts, context).clamp(max=len(contexts) - 1)
+            found = in_document & (contexts[row] == context)
+            start = starts[row]
+            length = torch.where(found, starts[row + 1] - start, 0)
+            # one gather of MAX_SUCCESSORS entries for each token: a step takes 3 % less time
+            successor, prob = (entries.unfold(0, MAX_SUCCESSORS, 1).index_select(0, start)
+                               for entries in (successors, probs))
+            prob = torch.where(numbers < length[:, None], prob.to(total.dtype), 0.0)
+            total.scatter_add_(1, successor.long(), backoff_weight * prob)
+            backoff_weight = backoff_weight * (1 - prob.sum(dim=1, keepdim=True)).clamp(min=1e-4)
+            context = context >> TOKEN_BITS  # without the oldest token
+        return total.addcmul_(backoff_weight, self.unigrams)
+
+
+def shifted(x: Tensor, back: int, fill: int = 0) -> Tensor:
+    """For each position, the entry of x that is `back` positions earlier."""
+    return F.pad(x, (back, 0), value=fill)[:len(x)]
+
+
+@torch.no_grad()
+def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[Tensor, Tensor]:
+    """(token, found), each [tokens, lengths]: what followed the last match of so many tokens.
+
+    A match is an earlier occurrence, in the same document, of the `length` tokens up to here.
+    """
+    num_tokens = len(inputs)
+    # keys of positions where nothing can match: negative, and no two are equal
+    unmatched = -1 - torch.arange(num_tokens, device=inputs.device)
+    key = documents.long()
+    keys = []
+    for length in range(1, lengths[-1] + 1):  # a hash of the document and of the last tokens
+        key = key * 0x5851F42D4C957F2D + shifted(inputs, length - 1) + 1
+        if length in lengths:
+            in_document = documents == shifted(documents, length - 1, -1)
+            keys.append(torch.where(in_document, key & (2**62 - 1), unmatched))
+    sorted_keys, order = torch.sort(torch.stack(keys), stable=True)
+    repeated = sorted_keys[:, 1:] == sorted_keys[:, :-1]
+    earlier = torch.full_like(order, -1)
+    earlier.scatter_(1, order[:, 1:], torch.where(repeated, order[:, :-1], -1))
+    token = inputs[(earlier + 1).clamp(max=num_tokens - 1)].long()
+    return token.T, (earlier >= 0).T
+
+
+class Suggestions(nn.Module):
+    """What n-grams and copies suggest as the next token is added to the embedding and the logits.
+
+    A learned gate for each token weighs the part that goes to the logits.
+    """
+
+    def __init__(self, hp: Hyperparameters):
+        super().__init__()
+        self.copy_lengths = hp.copy_lengths
+        self.vocab_size = hp.padded_vocab
+        self.ngrams = None
+        if hp.ngram_order:
+            self.ngrams = NGrams(hp.ngram_order, hp.padded_vocab)
+            self.ngram_embed = nn.Embedding(hp.padded_vocab, hp.model_dim)
+            self.ngram_gate = Linear(hp.model_dim, 1)
+        if hp.copy_lengths:
+            # a table for each length, and a row for what was not found
+            self.copy_embed = nn.EmbeddingBag(len(hp.copy_lengths) * hp.padded_vocab + 1,
+                                              hp.model_dim, mode="sum", padding_idx=-1)
+            self.copy_gate = Linear(hp.model_dim, len(hp.copy_lengths))
+        for p in self.parameters():
+            nn.init.zeros_(p)
+
+    def find(self, inputs: Tensor, documents: Tensor) -> tuple[Tensor | None, tuple | None]:
+        """(probabilities of every token by n-grams, (token, found) of last_followers)"""
+        probs = None
+        copies = None
+        if self.ngrams is not None:
+            probs = self.ngrams(inputs, documents)
+        if self.copy_lengths:
+            copies = last_followers(inputs, documents, self.copy_lengths)
+        return probs, copies
+
+    def add_to_embedding(self, x: Tensor, probs: Tensor | None, copies: tuple | None) -> Tensor:
+        if probs is not None:
+            x = x + probs.type_as(x) @ self.ngram_embed.weight.type_as(x)
+        if copies is not None:
+            token, found = copies
+            table = torch.arange(token.size(1), device=token.device)
+            row = torch.where(found, table * self.vocab_size + token, self.copy_embed.padding_idx)
+            x = x + self.copy_embed(row).type_as(x)
+        return x
+
+    def add_to_logits(self, logits: Tensor, x: Tensor, probs: Tensor | None,
+                      copies: tuple | None) -> Tensor:
+        """x: what the head takes. The gate of the n-grams starts at 1, those of the copies at 0."""
+        if probs is not None:
+            logits = logits + (1 + torch.tanh(self.ngram_gate(x).to(logits.dtype))) * probs.log()
+        if copies is not None:
+            token, found = copies
+            gate = torch.where(found, self.copy_gate(x).to(logits.dtype), 0.0)
+            logits = logits.scatter_add(1, token, gate)
+        return logits
+
+
+# ── n-grams are counted once, before the first step ───────────────────────────────────────────────
+
+def count_ngrams(ngrams: NGrams, loader: Loader, num_batches: int, limit: int) -> int:
+    """Fill the tables from `limit` tokens that the batches do not read. Returns their number.
+
+    Modified Kneser–Ney smoothing (Chen and Goodman, 1999): only the longest contexts count how
+    often a token follows them; the others count how many longer contexts it follows.
+    """
+    order = ngrams.order
+    spans = [(shard, start, length)
+             for shard, start, length in loader.unused(num_batches, limit)
+             if length > order]
+    if not spans:
+        return 0
+    keys, counts = count_equal(read_pairs(spans, order))
+    for n in range(order, 0, -1):
+        ngrams.set_table(n, **tabulate(keys, counts))
+        successor = keys & TOKEN_MASK
+        shorter_context = keys >> (2 * TOKEN_BITS)  # without successor and oldest token
+        keys, counts = count_equal((shorter_context << TOKEN_BITS) | successor)
+    unigrams = np.full(len(ngrams.unigrams), 0.5)
+    unigrams[keys] += counts
+    ngrams.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
+    return sum(length for _, _, length in spans)
+
+
+def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
+    """Each context of `order` tokens with its successor, as an integer, 9 bits a token:
+    newest token of the context … oldest token of the context | successor.
+    """
+    pairs = np.zeros(sum(length - order for _, _, length in spans), np.int64)
+    end = 0
+    for shard, start, length in spans:
+        tokens = shard.tokens(start, length)
+        for first in range(0, length - order, 2**15):  # pieces fit the CPU's cache
+            chunk = tokens[first:first + 2**15 + order].astype(np.int64)
+            piece = pairs[end:end + len(chunk) - order]
+            for offset in (*reversed(range(order)), order):  # the successor last
+                piece <<= TOKEN_BITS
+                piece |= chunk[offset:offset + len(piece)]
+            end += len(piece)
+        shard.release_pages()
+    return pairs
+
+
+def tabulate(keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
+    """The table of an order from its (context, successor) pairs and their counts."""
+    contexts, num_successors = count_equal(keys >> TOKEN_BITS)
+    row = np.repeat(np.arange(len(contexts)), num_successors)
+    highest = 2**24 - 1
+    rarity = highest - np.minimum(counts, highest)
+    # sorted by context, the most frequent successor first: row | rarity, 24 bits | successor
+    successor = keys & TOKEN_MASK
+    pairs = np.sort((row << (24 + TOKEN_BITS)) | (rarity << TOKEN_BITS) | successor)
+    counts = highest - ((pairs >> TOKEN_BITS) & highest)
+    starts = np.cumsum(num_successors) - num_successors
+    totals = np.add.reduceat(counts, starts)
+    probs = (counts - discounts(counts)) / totals[row]
+    kept = np.arange(len(pairs)) - starts[row] < MAX_SUCCESSORS
+    starts = np.cumsum(np.minimum(num_successors, MAX_SUCCESSORS))
+    successors = torch.from_numpy((pairs[kept] & TOKEN_MASK).astype(np.int16))
+    probs = torch.from_numpy(probs[kept].astype(np.float16))
+    padding = (0, MAX_SUCCESSORS)
+    return dict(contexts=torch.from_numpy(contexts),
+                starts=torch.from_numpy(np.append(0, starts).astype(np.int32)),
+                successors=F.pad(successors, padding), probs=F.pad(probs, padding))
+
+
+def discounts(counts: np.ndarray) -> np.ndarray:
+    """Modified Kneser–Ney's discount of each count, from how many counts are 1, 2, 3 and 4."""
+    ones, twos, threes, fours = (max(1, np.count_nonzero(counts == count))
+                                 for count in (1, 2, 3, 4))
+    y = ones / (ones + 2 * twos)
+    of_count = [0, 1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes]
+    return np.clip(of_count, 0.1, [1, 0.9, 1.9, 2.9])[np.minimum(counts, 3)]
+
+
+def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """np.unique(values, return_counts=True), but sorts its argument instead of a copy."""
+    values.sort()
+    is_first = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=is_first[1:])
+    first = np.flatnonzero(is_first)
+    return values[first], np.diff(first, append=len(values))
+
+
+# ═══ 12  Ranks and faults ═════════════════════════════════════════════════════════════════════════
 
 def wait_until(is_ready, hardware: Hardware) -> None:
     """Poll. Times out before NCCL's watchdog, so that the error names the rank."""
@@ -2299,10 +2426,6 @@ class SignalHandler:
         self.number = number
         self.reason = reason
         self.trainer.stop_requested = True
-        hardware = self.trainer.hardware
-        if hardware.device.type == "cuda" and hardware.world_size > 1:
-            # the signal may mean that another rank is gone, for which NCCL would wait forever
-            hardware.timeout = min(hardware.timeout, 60)
 
     def check_launcher(self) -> None:
         """Stop if torchrun was killed: its ranks would keep training as orphans."""
@@ -2326,14 +2449,14 @@ def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHand
     number = int(number)
     stopped = f"stopped by {signals.reason or signal.Signals(number).name} after step {step}"
     if saver.failed:
-        raise UserError(f"{stopped}, and the checkpoint could not be written: what was learned "
-                        "since the last one is lost")
+        raise UserError(f"{stopped}, and the checkpoint could not be written: the steps since the "
+                        "last one are lost")
     resume = f"; resume with --resume={log.folder}" if checkpoints(log.folder) else ""
     log.write(f"{stopped}{resume}")
     return 128 + number
 
 
-# ═══ 12  Before a run: hardware, memory, data ═════════════════════════════════════════════════════
+# ═══ 13  Before a run: hardware, memory, data ═════════════════════════════════════════════════════
 
 def find_hardware(hp: Hyperparameters) -> Hardware:
     """The device of this rank, and the number types, attention and compiler to use on it.
@@ -2572,11 +2695,12 @@ def less_memory(hp: Hyperparameters) -> str:
 
 
 def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False) -> list[str]:
-    """Shorten sequences that do not fit, and do without FP8 where there is none. Returns notes.
+    """Shorten sequences that do not fit, and turn FP8 off where there is none. Returns notes.
 
-    Shorter sequences mean more micro-steps of the same batch: the same training, except that
-    attention does not reach across sequences. What the command line sets is not changed. keep (on
-    resume): change nothing but a sequence_tokens that does not divide the batch of a rank.
+    Shorter sequences mean more micro-steps of the same number of tokens. Attention does not reach
+    across sequences, and with align_documents more of them start at a document. What the command
+    line sets is not changed. keep (on resume): change nothing but a sequence_tokens that does not
+    divide the batch of a rank.
     """
     notes = []
 
@@ -2629,7 +2753,7 @@ def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
                     rank=hardware.rank, world_size=hardware.world_size, device=hardware.device,
                     vocab_size=hp.vocab_size, epochs=hp.epochs, seed=hp.seed,
                     document_token=hp.document_token, align_documents=hp.align_documents,
-                    num_batches=hp.num_steps, share=share)
+                    batches_needed=hp.num_steps, share=share)
     remedy = "lower --batch_tokens or --sequence_tokens"  # where there is no whole batch
     if 0 < len(loader) < hp.num_steps:
         epochs = math.ceil(hp.num_steps / (len(loader) // hp.epochs))
@@ -2649,7 +2773,8 @@ def open_val(hp: Hyperparameters, hardware: Hardware) -> Loader:
     loader = Loader(hp.val_files, tokens, tokens, device=hardware.device, vocab_size=hp.vocab_size)
     needed = (hp.val_start + hp.val_tokens) // tokens
     possible = len(loader) * tokens - hp.val_start
-    remedy = "lower --val_start or --sequence_tokens"
+    name = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
+    remedy = f"lower --val_start or --{name}"
     if possible > 0:
         remedy = f"lower it to --val_tokens={possible}"
     check_budget(loader, f"--val_tokens={hp.val_tokens}", needed, remedy)
@@ -2707,93 +2832,7 @@ def data_module(name: str):
         raise UserError(str(error)) from None
 
 
-# ── n-grams: counted once, before the first step (NGrams, section 5) ──────────────────────────────
-
-def count_ngrams(ngrams: NGrams, loader: Loader, num_batches: int, limit: int) -> int:
-    """Fill the tables from `limit` tokens that the batches do not read. Returns their number.
-
-    Modified Kneser–Ney smoothing (Chen and Goodman, 1999): only the longest contexts count how
-    often a token follows them; the others count how many longer contexts it follows.
-    """
-    order = ngrams.order
-    spans = [(shard, start, length)
-             for shard, start, length in loader.unused(num_batches, limit)
-             if length > order]
-    if not spans:
-        return 0
-    keys, counts = count_equal(read_pairs(spans, order))
-    for n in range(order, 0, -1):
-        ngrams.set_table(n, **tabulate(keys, counts))
-        successor = keys & TOKEN_MASK
-        shorter_context = keys >> (2 * TOKEN_BITS)  # without successor and oldest token
-        keys, counts = count_equal((shorter_context << TOKEN_BITS) | successor)
-    unigrams = np.full(len(ngrams.unigrams), 0.5)
-    unigrams[keys] += counts
-    ngrams.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
-    return sum(length for _, _, length in spans)
-
-
-def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
-    """Each context of `order` tokens with its successor, as an integer, 9 bits a token:
-    newest token of the context … oldest token of the context | successor.
-    """
-    pairs = np.zeros(sum(length - order for _, _, length in spans), np.int64)
-    end = 0
-    for shard, start, length in spans:
-        tokens = shard.tokens(start, length)
-        for first in range(0, length - order, 2**15):  # pieces fit the CPU's cache
-            chunk = tokens[first:first + 2**15 + order].astype(np.int64)
-            piece = pairs[end:end + len(chunk) - order]
-            for offset in (*reversed(range(order)), order):  # the successor last
-                piece <<= TOKEN_BITS
-                piece |= chunk[offset:offset + len(piece)]
-            end += len(piece)
-        shard.release_pages()
-    return pairs
-
-
-def tabulate(keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
-    """The table of an order from its (context, successor) pairs and their counts."""
-    contexts, num_successors = count_equal(keys >> TOKEN_BITS)
-    row = np.repeat(np.arange(len(contexts)), num_successors)
-    highest = 2**24 - 1
-    rarity = highest - np.minimum(counts, highest)
-    # sorted by context, the most frequent successor first: row | rarity, 24 bits | successor
-    successor = keys & TOKEN_MASK
-    pairs = np.sort((row << (24 + TOKEN_BITS)) | (rarity << TOKEN_BITS) | successor)
-    counts = highest - ((pairs >> TOKEN_BITS) & highest)
-    starts = np.cumsum(num_successors) - num_successors
-    totals = np.add.reduceat(counts, starts)
-    probs = (counts - discounts(counts)) / totals[row]
-    kept = np.arange(len(pairs)) - starts[row] < MAX_SUCCESSORS
-    starts = np.cumsum(np.minimum(num_successors, MAX_SUCCESSORS))
-    successors = torch.from_numpy((pairs[kept] & TOKEN_MASK).astype(np.int16))
-    probs = torch.from_numpy(probs[kept].astype(np.float16))
-    padding = (0, MAX_SUCCESSORS)
-    return dict(contexts=torch.from_numpy(contexts),
-                starts=torch.from_numpy(np.append(0, starts).astype(np.int32)),
-                successors=F.pad(successors, padding), probs=F.pad(probs, padding))
-
-
-def discounts(counts: np.ndarray) -> np.ndarray:
-    """Modified Kneser–Ney's discount of each count, from how many counts are 1, 2, 3 and 4."""
-    ones, twos, threes, fours = (max(1, np.count_nonzero(counts == count))
-                                 for count in (1, 2, 3, 4))
-    y = ones / (ones + 2 * twos)
-    of_count = [0, 1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes]
-    return np.clip(of_count, 0.1, [1, 0.9, 1.9, 2.9])[np.minimum(counts, 3)]
-
-
-def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """np.unique(values, return_counts=True), but sorts its argument instead of a copy."""
-    values.sort()
-    is_first = np.ones(len(values), bool)
-    np.not_equal(values[1:], values[:-1], out=is_first[1:])
-    first = np.flatnonzero(is_first)
-    return values[first], np.diff(first, append=len(values))
-
-
-# ═══ 13  Command line and main ════════════════════════════════════════════════════════════════════
+# ═══ 14  Command line and main ════════════════════════════════════════════════════════════════════
 
 # ── the historical systems on 8×H100 (README: The lineage) ────────────────────────────────────────
 
@@ -2843,7 +2882,9 @@ ALIGNED_2025_07_13 = WINDOWS_2025_01_16 | dict(
     sum_loss=True, head_rate=0.22, adam_eps_first=True, cooldown=0.45, fp8_x_scale=0.0,
     fp8_weight_scale=448 / 24, fp8_grad_scale=448.0, tune_kernels=False)
 
-PRESETS = {"h100": {}, "laptop": LAPTOP,
+H100 = {name: getattr(Hyperparameters, name) for name in ALIGNED_2025_07_13}  # the defaults
+
+PRESETS = {"h100": H100, "laptop": LAPTOP,
            "2024-11-19": FLEX_2024_11_19, "2024-12-04": VALUES_2024_12_04,
            "2024-12-08": UNET_2024_12_08, "2024-12-10": MFU_2024_12_10,
            "2024-12-17": SPARSE_2024_12_17, "2025-01-04": SOFTCAP_2025_01_04,
@@ -3005,6 +3046,8 @@ def validate(hp: Hyperparameters) -> None:
         accepted = int | float if kind is float else kind
         if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
             raise UserError(f"--{name}={value!r}: expected {KINDS[kind]}")
+        entries = value if isinstance(value, tuple) else ()
+        require(hp, {*map(type, entries)} <= {int, type(None)}, name, KINDS[kind])
         if kind in (int, float):
             lowest = AT_LEAST.get(name, 0)
             require(hp, value >= lowest, name, f"at least {lowest}")
@@ -3103,6 +3146,7 @@ def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
 
 def main(arguments: list[str]) -> int:
     code = None  # until the run has finished
+    hp = None
     try:
         if {"--help", "-h"} & set(arguments):
             build_parser(resolve({})).print_help()
@@ -3129,7 +3173,7 @@ def main(arguments: list[str]) -> int:
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not out_of_memory and "can't allocate memory" not in str(error):
             raise
-        if hp.checkpoint:
+        if hp is None or hp.checkpoint:
             return print_error("out of memory; close other programs, or use another device")
         return print_error(f"out of memory with --sequence_tokens={hp.sequence_tokens}; "
                            f"{less_memory(hp)}")
