@@ -1073,24 +1073,52 @@ class Muon(torch.optim.Optimizer):
                   for size in sizes]
         super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, lerp=lerp,
                                       steps=steps, weight_decay=weight_decay))
-        for p in self.own_params():
+        for p in self.all_own_params():
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
-    def share(self, group: dict) -> int:
-        """How many parameters of a group are one rank's; the last ranks may have fewer."""
+    def params_per_rank(self, group: dict) -> int:
+        """The last ranks may have fewer."""
         return math.ceil(len(group["params"]) / self.world_size)
 
-    def own(self, group: dict) -> list[Tensor]:
-        share = self.share(group)
+    def own_params(self, group: dict) -> list[Tensor]:
+        share = self.params_per_rank(group)
         return group["params"][self.rank * share:(self.rank + 1) * share]
 
-    def own_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in self.own(group)]
+    def all_own_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in self.own_params(group)]
+
+    def step(self) -> None:
+        self.finish_updates(self.start_updates())
 
     @torch.no_grad()
     def start_updates(self) -> list[tuple]:
         """Compute this rank's updates and start to gather those of all ranks."""
         return [self.start_gather(group) for group in self.param_groups]
+
+    def start_gather(self, group: dict) -> tuple:
+        """(group, the updates of all ranks, the handle to wait for)"""
+        updates = self.own_updates(group)
+        if self.world_size == 1:
+            return group, updates, None
+        p = group["params"][0]
+        share = self.params_per_rank(group)
+        own = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
+        if updates is not None:
+            own[:len(updates)] = updates
+        gathered = own.new_empty(self.world_size * share, *own.shape[1:])
+        return group, gathered, dist.all_gather_single(gathered, own, async_op=True)
+
+    def own_updates(self, group: dict) -> Tensor | None:
+        """None where this rank has no parameter of the group."""
+        own = self.own_params(group)
+        if not own:
+            return None
+        grads = [p.grad for p in own]
+        buffers = [self.state[p]["momentum_buffer"] for p in own]
+        momentum = self.as_tensor(group["momentum"], own[0])
+        grad_weight = self.as_tensor(1 - group["momentum"], own[0])
+        return self.orthogonal_updates(grads, buffers, momentum, grad_weight, group["lerp"],
+                                       group["nesterov"], group["steps"], self.dtype)
 
     @torch.no_grad()
     def finish_updates(self, started: list[tuple], found_inf: Tensor | None = None) -> None:
@@ -1101,34 +1129,6 @@ class Muon(torch.optim.Optimizer):
             rate = self.as_tensor(group["lr"], group["params"][0])
             self.apply_updates(group["params"], updates, rate, group["weight_decay"], found_inf)
 
-    def step(self) -> None:
-        self.finish_updates(self.start_updates())
-
-    def own_updates(self, group: dict) -> Tensor | None:
-        """None where this rank has no parameter of the group."""
-        own = self.own(group)
-        if not own:
-            return None
-        grads = [p.grad for p in own]
-        buffers = [self.state[p]["momentum_buffer"] for p in own]
-        momentum = self.as_tensor(group["momentum"], own[0])
-        grad_weight = self.as_tensor(1 - group["momentum"], own[0])
-        return self.orthogonal_updates(grads, buffers, momentum, grad_weight, group["lerp"],
-                                       group["nesterov"], group["steps"], self.dtype)
-
-    def start_gather(self, group: dict) -> tuple:
-        """(group, the updates of all ranks, the handle to wait for)"""
-        updates = self.own_updates(group)
-        if self.world_size == 1:
-            return group, updates, None
-        p = group["params"][0]
-        share = self.share(group)
-        own = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
-        if updates is not None:
-            own[:len(updates)] = updates
-        gathered = own.new_empty(self.world_size * share, *own.shape[1:])
-        return group, gathered, dist.all_gather_single(gathered, own, async_op=True)
-
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
         """A Python number would recompile at each new value; compiled kernels take host tensors."""
         return torch.tensor(value, dtype=p.dtype, device=None if self.compiled else p.device)
@@ -1137,7 +1137,7 @@ class Muon(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """With the momentum of all ranks. A collective."""
         state = super().state_dict()
-        owners = [(p, number // self.share(group)) for group in self.param_groups
+        owners = [(p, number // self.params_per_rank(group)) for group in self.param_groups
                   for number, p in enumerate(group["params"])]
         for index, (p, owner) in enumerate(owners):
             # received from its owner where it is not our own
@@ -1148,9 +1148,9 @@ class Muon(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        """Of any world size: keeps the momentum of this rank's parameters."""
+        """Of a run with any number of ranks; keeps the momentum of this rank's share."""
         super().load_state_dict(state)
-        for p in self.state.keys() - set(self.own_params()):
+        for p in self.state.keys() - set(self.all_own_params()):
             del self.state[p]
 
 
@@ -1521,7 +1521,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
         if trainer.stopping:
             return report_stop(trainer, log, saver, signals, step)
         finish(trainer, log, clock, result, count_compiled_graphs() - graphs)
-        return 0
+        return 128 + signals.number if signals.number else 0  # a signal after the last step
 
 
 def warm_up_together(trainer: Trainer) -> None:
@@ -1831,7 +1831,7 @@ def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
         trainer.load_state_dict(copy_to_host(checkpoint))  # its file may be deleted during the run
         adam, muon = trainer.optimizers
         states = {p: adam.state[p] for group in adam.param_groups for p in group["params"]}
-        states |= {p: muon.state[p] for p in muon.own_params()}
+        states |= {p: muon.state[p] for p in muon.all_own_params()}
         for p, state in states.items():
             if {x.shape for name, x in state.items() if name != "step"} != {p.shape}:
                 raise ValueError("the state of an optimizer is missing or of another shape")
@@ -2048,6 +2048,8 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
 MAX_SUCCESSORS = 32     # kept of each context
 TOKEN_BITS = 9          # of each token in the integer of a context
 TOKEN_MASK = 2**TOKEN_BITS - 1
+HASH_FACTOR = 0x5851F42D4C957F2D  # of a linear congruential generator by Knuth
+COUNT_BITS = 24         # of the count of a successor, while a table is sorted
 
 
 class NGrams(nn.Module):
@@ -2131,7 +2133,7 @@ def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[T
     key = documents.long()
     keys = []
     for length in range(1, lengths[-1] + 1):  # a hash of the document and of the last tokens
-        key = key * 0x5851F42D4C957F2D + shifted(inputs, length - 1) + 1
+        key = key * HASH_FACTOR + shifted(inputs, length - 1) + 1
         if length in lengths:
             in_document = documents == shifted(documents, length - 1, -1)
             keys.append(torch.where(in_document, key & (2**62 - 1), unmatched))
@@ -2225,9 +2227,7 @@ def count_ngrams(ngrams: NGrams, loader: Loader, num_batches: int, limit: int) -
 
 
 def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
-    """Each context of `order` tokens with its successor, as an integer, 9 bits a token:
-    newest token of the context … oldest token of the context | successor.
-    """
+    """An integer for each position, 9 bits a token: the context, newest token first | successor."""
     pairs = np.zeros(sum(length - order for _, _, length in spans), np.int64)
     end = 0
     for shard, start, length in spans:
@@ -2235,7 +2235,8 @@ def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
         for first in range(0, length - order, 2**15):  # pieces fit the CPU's cache
             chunk = tokens[first:first + 2**15 + order].astype(np.int64)
             piece = pairs[end:end + len(chunk) - order]
-            for offset in (*reversed(range(order)), order):  # the successor last
+            newest_to_oldest = reversed(range(order))
+            for offset in (*newest_to_oldest, order):  # the successor last
                 piece <<= TOKEN_BITS
                 piece |= chunk[offset:offset + len(piece)]
             end += len(piece)
@@ -2247,11 +2248,11 @@ def tabulate(keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
     """The table of an order from its (context, successor) pairs and their counts."""
     contexts, num_successors = count_equal(keys >> TOKEN_BITS)
     row = np.repeat(np.arange(len(contexts)), num_successors)
-    highest = 2**24 - 1
+    highest = 2**COUNT_BITS - 1
     rarity = highest - np.minimum(counts, highest)
-    # sorted by context, the most frequent successor first: row | rarity, 24 bits | successor
+    # sorted by context, the most frequent successor first: row | rarity | successor
     successor = keys & TOKEN_MASK
-    pairs = np.sort((row << (24 + TOKEN_BITS)) | (rarity << TOKEN_BITS) | successor)
+    pairs = np.sort((row << (COUNT_BITS + TOKEN_BITS)) | (rarity << TOKEN_BITS) | successor)
     counts = highest - ((pairs >> TOKEN_BITS) & highest)
     starts = np.cumsum(num_successors) - num_successors
     totals = np.add.reduceat(counts, starts)
@@ -2271,8 +2272,10 @@ def discounts(counts: np.ndarray) -> np.ndarray:
     ones, twos, threes, fours = (max(1, np.count_nonzero(counts == count))
                                  for count in (1, 2, 3, 4))
     y = ones / (ones + 2 * twos)
-    of_count = [0, 1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes]
-    return np.clip(of_count, 0.1, [1, 0.9, 1.9, 2.9])[np.minimum(counts, 3)]
+    of_one = min(max(1 - 2 * y * twos / ones, 0.1), 0.9)
+    of_two = min(max(2 - 3 * y * threes / twos, 0.1), 1.9)
+    of_three_or_more = min(max(3 - 4 * y * fours / threes, 0.1), 2.9)
+    return np.array([0, of_one, of_two, of_three_or_more])[np.minimum(counts, 3)]
 
 
 def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -2340,7 +2343,8 @@ def missing_ranks(store: dist.Store, key: str, rank: int, world_size: int, secon
     store.set(keys[rank], "")
     with contextlib.suppress(dist.DistError):  # the time is over
         store.wait(keys, datetime.timedelta(seconds=seconds))
-    return " and ".join(str(number) for number, key in enumerate(keys) if not store.check([key]))
+    missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+    return " and ".join(missing)
 
 
 def group_timeout(hardware: Hardware) -> datetime.timedelta:
@@ -2836,7 +2840,8 @@ def data_module(name: str):
 
 # ── the historical systems on 8×H100 (README: The lineage) ────────────────────────────────────────
 
-# Each is stated completely, so that no edit of a default changes it.
+# 2025-01-04 is written out in full, so that no edit of a default changes it. Each older system
+# differs from the one after it, each later one from the one before.
 SOFTCAP_2025_01_04 = dict(
     train_files="data/fineweb10B/fineweb_train_*.bin",
     val_files="data/fineweb10B/fineweb_val_*.bin",

@@ -124,8 +124,18 @@ def test_the_fields_of_presets_exist_and_have_their_type():
 
 
 def test_the_defaults_are_the_h100_run():
-    assert PRESETS["h100"] == {}
+    assert PRESETS["h100"].items() <= DEFAULTS.items()
     assert asdict(hyperparameters("h100")) == DEFAULTS | dict(preset="h100")
+
+
+def test_h100_replaces_what_an_earlier_preset_set():
+    combined = asdict(hyperparameters("2024-12-10", "h100"))
+    assert combined == DEFAULTS | dict(preset="2024-12-10+h100")
+
+
+def test_each_run_has_origins_of_its_own():
+    train_gpt.Hyperparameters().origins["fp8_head"] = "hardware"
+    assert train_gpt.Hyperparameters().origins["fp8_head"] == "default"
 
 
 @pytest.mark.parametrize("preset", DATED)
@@ -387,7 +397,8 @@ REFUSED = [
     *((f"{name}={value}", f"at most {highest}") for name, value, highest in [
         ("adam_beta1", "1", 0.999999), ("adam_beta2", "1.5", 0.999999), ("value_lambdas", "3", 2),
         ("rotary_fraction", "1.5", 1), ("rate_floor", "1.1", 1), ("seed", str(2**63), 2**63 - 1),
-        ("seed", "1e30", 2**63 - 1), ("vocab_size", "70000", 65536)]),
+        ("seed", "1e30", 2**63 - 1), ("batch_tokens", "1e15", 10**12),
+        ("vocab_size", "70000", 65536), ("timeout", "1e300", 10**6)]),
     *((f"num_steps={value}", "a whole number") for value in
       ("1.5", "10.2", "ten", "inf", "nan", "", "1e400", "True", "None", "(1,)")),
     *((f"softcap={value}", "a number") for value in
@@ -422,6 +433,8 @@ REFUSED = [
       ("labtop", "2024-12-11", "H100", "", "+", "auto+laptop")),
     ("value_layout=(0,1)", "one entry for each of the 4 layers"),
     ("value_layout=(0,1,2,3,4)", "one entry for each of the 4 layers"),
+    ("value_layout=([0],1,2,3)", "a name or a tuple of whole numbers and None"),
+    ("value_layout=(0,'a',1,2)", "a name or a tuple of whole numbers and None"),
     ("value_layout=(0,x,1,2)", "one of none, per_layer, mirrored, ends, or a tuple"),
     ("no_attention=(4,)", "layers from 0 to 3"), ("no_attention=(-1,)", "layers from 0 to 3"),
     ("no_attention=(0,None)", "layers from 0 to 3"),
@@ -442,7 +455,7 @@ def test_a_refusal_names_the_option_and_what_is_expected(argument, expected):
     assert message.startswith(f"--{name}") and expected in message, message
     advice = re.search(r"(?:nearest is|such as|at least|at most) ([\d.]+)$", message)
     if advice and argument not in ("model_dim=1", "batch_tokens=0", "batch_tokens=1",
-                                   "val_tokens=0", "vocab_size=70000"):
+                                   "val_tokens=0", "batch_tokens=1e15", "vocab_size=70000"):
         parse_command_line([*SHAPE, f"--{name}={advice[1]}"])
 
 
@@ -643,13 +656,13 @@ BROKEN_SHARDS = {
     "magic": (lambda p: write_shard(p, TOKENS, magic=7), "not a token shard: it begins with 7"),
     "version": (lambda p: write_shard(p, TOKENS, version=2), "shard version 2, not 1"),
     "claims_more": (lambda p: write_shard(p, TOKENS, claimed=3000),
-                    "claims 3,000 tokens and holds 2,000"),
+                    "damaged: it has 5,024 bytes instead of 7,024"),
     "claims_fewer": (lambda p: write_shard(p, TOKENS, claimed=1000),
-                     "claims 1,000 tokens and holds 2,000"),
+                     "damaged: it has 5,024 bytes instead of 3,024"),
     "claims_less_than_nothing": (lambda p: write_shard(p, TOKENS, claimed=-1),
-                                 "claims -1 tokens and holds 2,000"),
+                                 "damaged: it has 5,024 bytes instead of 1,022"),
     "truncated": (lambda p: p.write_bytes(write_shard(p, TOKENS).read_bytes()[:-1]),
-                  "holds 1,999.5"),
+                  "damaged: it has 5,023 bytes instead of 5,024"),
     "shorter_than_a_header": (lambda p: p.write_bytes(b"abc"), "not a token shard"),
     "empty": (lambda p: p.write_bytes(b""), "not a token shard"),
     "a_folder": (lambda p: p.mkdir(), "Is a directory"),

@@ -133,8 +133,9 @@ def test_sampling_from_a_saved_model(data, capsys):
 
 def test_sampling_sees_what_training_saw():
     """Its logits at a position are those of a forward pass over the whole text."""
-    model = random_model(*BYTES)
-    text = "some words that are long enough to be seen " * 4
+    model = random_model(*BYTES, "--sequence_tokens=2048", "--batch_tokens=2048",
+                         "--val_tokens=2048")
+    text = "some words that are long enough to be seen " * 25  # longer than the window
     continued = train_gpt.sample(model, text, hyperparameters("--temperature=0",
                                                               "--sample_tokens=1"))
     tokens = [256, *text.encode()]

@@ -201,7 +201,7 @@ def test_a_stop_whose_checkpoint_cannot_be_written_is_an_error(data, tmp_path, c
     captured = capsys.readouterr()
     assert "No space left" in captured.err
     assert ("error: stopped by SIGTERM after step 1, and the checkpoint could not be written: what "
-            "was learned since the last one is lost\n") in captured.err
+            "steps since the last one are lost\n") in captured.err
     assert "resume with" not in captured.out
 
 
@@ -414,8 +414,8 @@ def test_a_missing_rank_is_named_where_rank_0_hosts_the_store(monkeypatch, rank,
         train_gpt.join_group(hardware)
 
 
-def test_survivors_on_gpus_do_not_wait_for_a_rank_that_is_gone(monkeypatch):
-    """torchrun sends a signal when a rank is gone, and kills later; NCCL notices nothing."""
+def test_a_signal_does_not_shorten_the_wait_for_the_other_ranks(monkeypatch):
+    """They may be in the middle of a validation; torchrun kills survivors of a dead rank."""
     silent = types.SimpleNamespace(is_completed=lambda: False)
     monkeypatch.setattr(train_gpt.dist, "all_reduce", lambda values, async_op: silent)
     seconds = iter(range(1000))
@@ -429,8 +429,7 @@ def test_survivors_on_gpus_do_not_wait_for_a_rank_that_is_gone(monkeypatch):
         with pytest.raises(train_gpt.dist.DistError):
             train_gpt.all_reduce_sum(torch.ones(1), hardware)
         waited[kind] = next(seconds) - start
-    assert waited["cpu"] > 100, "gloo says itself that a rank is gone; a slow one may finish"
-    assert waited["cuda"] < 65
+    assert min(waited.values()) > 100
 
 
 def test_a_gpu_alone_finishes_its_step_however_long_that_takes():

@@ -562,3 +562,17 @@ def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
     alone = train_gpt.available_bytes(train_gpt.Hardware())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert train_gpt.available_bytes(train_gpt.Hardware(world_size=4)) == alone / 4
+
+
+def test_out_of_memory_is_not_explained_as_a_damaged_file():
+    with pytest.raises(torch.OutOfMemoryError):
+        with train_gpt.explained("the checkpoint does not fit", "give one of this training"):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_out_of_memory_before_the_hyperparameters_are_known(monkeypatch, capsys):
+    def fail(hp):
+        raise MemoryError
+    monkeypatch.setattr(train_gpt, "find_run", fail)
+    assert train_gpt.main(["--preset=laptop"]) == 2
+    assert capsys.readouterr().err.startswith("error: out of memory; close other programs")

@@ -248,7 +248,7 @@ def parameter_table(hp: Hyperparameters, hardware: Hardware) -> list[str]:
         model = GPT(hp, hardware.dtype, hardware.attention)
     groups = train_gpt.optimizer_groups(hp, model)
     muon = train_gpt.Muon(groups["muon"]["params"].values(), world_size=hardware.world_size)
-    owners = {p: index // muon.share(group) for group in muon.param_groups
+    owners = {p: index // muon.params_per_rank(group) for group in muon.param_groups
               for index, p in enumerate(group["params"])}
     rows = [f"{'parameter':34}{'shape':>16}  {'optimizer':10}{'rate':>8}  {'update':24}"
             f"{'owner':>6}"]

@@ -42,7 +42,7 @@ def test_the_owner_of_each_matrix_is_the_rank_that_updates_it():
     groups = train_gpt.optimizer_groups(hp, model)
     for rank in range(3):
         muon = train_gpt.Muon(groups["muon"]["params"].values(), rank=rank, world_size=3)
-        own = {p for p in muon.own_params()}
+        own = {p for p in muon.all_own_params()}
         for name, p in groups["muon"]["params"].items():
             assert (owner[name] == str(rank)) == (p in own), name
     assert owner["head.weight"] == owner["skip_weights"] == "all"

@@ -48,13 +48,19 @@ def test_a_manifest_with_impossible_numbers_gives_no_ratio(tmp_path, tokens, tex
     assert read_or_refused(lambda: bytes_per_token(path)) is None
 
 
-@pytest.mark.parametrize("change", [
-    Path.unlink, lambda path: path.write_bytes(b""),
-    lambda path: write_shard(path, torch.arange(300).numpy() % 64)],
-    ids=["removed", "emptied", "replaced"])
-def test_a_shard_that_changes_after_the_start_is_named(tmp_path, change):
+def no_more_files(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)  # opening it fails, as it would with too many open files
+
+
+@pytest.mark.parametrize("change, reason", [
+    (Path.unlink, "No such file"), (lambda path: path.write_bytes(b""), "cannot mmap an empty"),
+    (lambda path: write_shard(path, torch.arange(300).numpy() % 64), "changed since the run began"),
+    (no_more_files, "Too many levels")],
+    ids=["removed", "emptied", "replaced", "cannot be opened"])
+def test_a_shard_that_changes_after_the_start_is_named(tmp_path, change, reason):
     path = write_shard(tmp_path / "a.bin", torch.arange(3000).numpy() % 64)
     loader = train_gpt.Loader(str(path), 512, 256, vocab_size=64)
     change(path)
-    with pytest.raises(train_gpt.UserError, match="a.bin: removed or changed since the run began"):
+    with pytest.raises(train_gpt.UserError, match=f"a.bin: {reason}.*; fetch it again"):
         loader.next_batch()
