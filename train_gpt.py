@@ -2319,9 +2319,10 @@ def join_group(hardware: Hardware) -> None:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
                               is_master=hardware.rank == 0 and not launcher_hosts_store,
                               timeout=datetime.timedelta(seconds=hardware.timeout))
-        # torchrun keeps its store over restarts, with the addresses of dead ranks
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt{attempt}", store)
+        if hardware.launcher_pid:
+            # on one machine torchrun keeps its store over restarts, with dead ranks' addresses
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            store = dist.PrefixStore(f"attempt{attempt}", store)
         # before NCCL connects: it would hang without naming the rank
         missing = missing_ranks(store, "arrived", hardware.rank, hardware.world_size,
                                 hardware.timeout)
@@ -2989,7 +2990,8 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
             if name not in PRESETS:
                 raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
             values |= PRESETS[name]
-            origins |= dict.fromkeys(PRESETS[name], f"preset {name}")
+            origin = "default" if name == "h100" else f"preset {name}"
+            origins |= dict.fromkeys(PRESETS[name], origin)
     values |= options | dict(preset=preset)
     origins |= dict.fromkeys(options, "command line")
     hp = Hyperparameters(**values)

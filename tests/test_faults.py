@@ -200,7 +200,7 @@ def test_a_stop_whose_checkpoint_cannot_be_written_is_an_error(data, tmp_path, c
     assert train_gpt.main(arguments) == 2
     captured = capsys.readouterr()
     assert "No space left" in captured.err
-    assert ("error: stopped by SIGTERM after step 1, and the checkpoint could not be written: what "
+    assert ("error: stopped by SIGTERM after step 1, and the checkpoint could not be written: the "
             "steps since the last one are lost\n") in captured.err
     assert "resume with" not in captured.out
 
