@@ -2637,7 +2637,7 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
     parameters += 3 * matrices                          # weights, gradients twice
     parameters += matrices / hardware.world_size        # momentum, shared among the ranks
     if hp.ngram_order:
-        parameters += 3 * hp.ngram_tokens               # tables of n-grams
+        parameters += 14 * hp.ngram_tokens              # contexts and counts while they are sorted
 
     per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim  # activations kept for the backward pass
     if hardware.attention == "banded" and hardware.device.type != "cpu":
@@ -3066,6 +3066,8 @@ def validate(hp: Hyperparameters) -> None:
             expected += ", or a tuple"
         is_tuple = isinstance(getattr(hp, name), tuple)
         require(hp, is_tuple or getattr(hp, name) in choices, name, expected)
+    for name in ("train_files", "val_files", "log_dir"):
+        require(hp, getattr(hp, name) != "", name, "a path")
     require(hp, re.fullmatch(r"([\w+-][\w.+-]*)?", hp.run_id), "run_id",
             "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
     unit = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1)

@@ -416,6 +416,7 @@ REFUSED = [
     ("segment_tokens=3000", "such as 512"), ("segment_tokens=5000", "such as 512"),
     ("document_token=257", "less than vocab_size=257"),
     ("document_token=70000", "less than vocab_size=257"),
+    ("train_files=", "a path"), ("val_files=", "a path"), ("log_dir=", "a path"),
     *((f"run_id={name}", "a name of letters, digits and . _ + -, not a path") for name in
       ("../../x", "..", ".", "a/b", "/tmp/x", "a b", "a\nb", "~")),
     *((f"window_unit={value}", "one of block, token, token_in_block") for value in
