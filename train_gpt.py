@@ -148,7 +148,7 @@ class Hyperparameters:
     model_dim: int = 768                # width of the residual stream
     mlp_ratio: int = 4                  # hidden units of the MLP per unit of width
     value_layout: str | tuple = "ends"  # value embeddings: none, per_layer, mirrored, ends, tuple
-    value_lambdas: int = 2              # values with embedding e: 2: λ0·v + λ1·e; 1: (1−λ)·v + λ·e
+    value_lambdas: int = 2              # values v, embedding e: 2 is λ0·v + λ1·e, 1 (1−λ)·v + λ·e
     first_layer_values: bool = False    # mix the first layer's values into layers without a table
     no_attention: str | tuple = "second_decoder"  # layers: none, second_decoder, tuple
     rotary_base: float = 1024.0         # the slowest rotary frequency is 1/base radians per token
@@ -413,7 +413,8 @@ class Loader:
     Without lanes a small batch would be one article: training then needs twice the tokens for the
     same loss. With segment_tokens=0 there is one lane, as in the published records. The batch is
     cut into sequences; micro-step m of rank r takes sequence m · world_size + r. Batches take the
-    first `share` of each lane. Of several epochs, each has its own order of the shards.
+    first `share` of each lane; the rest is for counting n-grams. Of several epochs, each has its
+    own order of the shards.
 
     With align_documents every sequence starts at a document, and what lies between is skipped.
     The shards are scanned for documents until they give `batches_needed` batches; those after that
@@ -455,7 +456,7 @@ class Loader:
                         shard, batch_tokens // sequence_tokens, sequence_tokens, document_token)
                 self.batches_per_shard.append(len(self.sequence_starts.get(shard, ())))
             else:
-                lane_tokens = max(0, shard.num_tokens - 1) // self.num_lanes
+                lane_tokens = self.lane_tokens(shard)
                 self.batches_per_shard.append(int(share * lane_tokens) // self.segment_tokens)
         self.batch_ends = list(itertools.accumulate(self.batches_per_shard))
         self.index = 0              # of the next batch; the loader's only state
@@ -467,8 +468,15 @@ class Loader:
     def __len__(self) -> int:
         return self.batch_ends[-1]
 
+    def lane_tokens(self, shard: Shard) -> int:
+        """Tokens of a lane. The last token of a shard is only a target."""
+        return max(0, shard.num_tokens - 1) // self.num_lanes
+
     def next_batch(self, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
-        """(inputs, targets) of each micro-step, on the device; the next batch is read meanwhile."""
+        """(inputs, targets) of each micro-step, on the device; the next batch is read meanwhile.
+
+        stride: how far the position moves; in validation the ranks take turns.
+        """
         if self.index >= len(self):
             raise UserError(f"{self.pattern}: used up after {len(self):,} batches of "
                             f"{self.batch_tokens:,} tokens; add shards, or give --epochs")
@@ -507,7 +515,7 @@ class Loader:
         """Position in the shard of token `offset` of a sequence of a batch."""
         if self.align_documents:
             return int(self.sequence_starts[shard][batch_in_shard, sequence]) + offset
-        lane_tokens = (shard.num_tokens - 1) // self.num_lanes
+        lane_tokens = self.lane_tokens(shard)
         lane, inside = divmod(sequence * self.sequence_tokens + offset, self.segment_tokens)
         return lane * lane_tokens + batch_in_shard * self.segment_tokens + inside
 
@@ -520,7 +528,7 @@ class Loader:
         batches_read = collections.Counter(shard for shard, _ in read)
         spans = []
         for shard in dict.fromkeys(self.shards):
-            lane_tokens = (shard.num_tokens - 1) // self.num_lanes
+            lane_tokens = self.lane_tokens(shard)
             first = batches_read[shard] * self.segment_tokens + 1  # 1: the last target
             length = min(lane_tokens - first, limit // self.num_lanes)  # an equal part of each lane
             if length > 0:
@@ -538,14 +546,14 @@ def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
     As in the system of 2025-07-13, a shard ends where fewer than twice a batch's tokens are left.
     """
     tokens = shard.tokens(0, shard.num_tokens)
-    documents = np.append(np.flatnonzero(tokens == document_token), shard.num_tokens)
+    starts_and_end = np.append(np.flatnonzero(tokens == document_token), shard.num_tokens)
     shard.release_pages()
     span = 2 * num_sequences * sequence_tokens
 
     def first_document(position: int) -> int:
         """The first one at the position or after it; the end of the shard where there is none."""
-        number = np.searchsorted(documents, position)
-        return documents[min(number, len(documents) - 1)]
+        number = np.searchsorted(starts_and_end, position)
+        return starts_and_end[min(number, len(starts_and_end) - 1)]
 
     batches = []
     position = 0
@@ -725,7 +733,7 @@ class Linear(nn.Linear):
         """The weight starts uniform in ±bound/√in_features, or at zero."""
         super().__init__(in_features, out_features, bias=False)
         with torch.no_grad():
-            self.weight *= bound
+            self.weight *= bound  # nn.Linear starts uniform in ±1/√in_features
         if zero:  # a block starts as the identity, the head as the uniform distribution
             nn.init.zeros_(self.weight)
 
@@ -754,8 +762,9 @@ class Float8Matmul(torch.autograd.Function):
         x8, weight8 = ctx.saved_tensors
         x_scale, weight_scale, grad_scale = ctx.scales
         grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
-        # _scaled_mm takes the first factor in rows and the second in columns
-        weight8, x8 = (y.T.contiguous().T for y in (weight8, x8))
+        # _scaled_mm takes a row-major first factor and a column-major second one
+        weight8 = weight8.T.contiguous().T
+        x8 = x8.T.contiguous().T
         x_grad = scaled_matmul(grad8, weight8, grad_scale * weight_scale, grad.dtype)
         weight_grad = scaled_matmul(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
         return x_grad, weight_grad, None, None, None
@@ -787,6 +796,7 @@ class Rotary(nn.Module):
             exponents = torch.linspace(0, 1, num_rotated)
         else:
             exponents = torch.arange(num_rotated) / num_rotated
+        # frequency 0: the other pairs are not rotated
         frequencies = F.pad((1 / base) ** exponents, (0, pairs - num_rotated))
         angles = torch.outer(torch.arange(max_tokens, dtype=torch.float32), frequencies)
         self.register_buffer("cos", angles.cos()[:, None], persistent=False)  # [tokens, 1, pairs]
@@ -938,8 +948,8 @@ class GPT(nn.Module):
             x = self.suggestions.add_to_embedding(x, *suggested)
         x0 = norm(x, hp.norm_eps)
         x = x0
-        value_embeddings = [table(inputs).to(self.dtype).view(len(x), hp.num_heads, -1)
-                            for table in self.value_embeds]
+        value_embeddings = [embed(inputs).to(self.dtype).view(len(x), hp.num_heads, -1)
+                            for embed in self.value_embeds]
         skips = []
         first_values = None
         for layer, block in enumerate(self.blocks):
@@ -947,7 +957,9 @@ class GPT(nn.Module):
                 # U-Net: the encoder's outputs, last in first out
                 x = x + self.skip_weights[layer - num_encoder_layers].type_as(x) * skips.pop()
             table = self.value_tables[layer]
-            value_embedding = first_values if table is None else value_embeddings[table]
+            value_embedding = first_values  # None without first_layer_values
+            if table is not None:
+                value_embedding = value_embeddings[table]
             layer_mask = short_mask if layer in self.short_layers else mask
             x, values = block(x, x0, value_embedding, layer_mask)
             if hp.first_layer_values and first_values is None:
@@ -966,6 +978,7 @@ class GPT(nn.Module):
     def head_logits(self, x: Tensor) -> Tensor:
         """The head's output, scaled and capped. Training with fp8_head computes it in FP8."""
         hp = self.hp
+        # fit_to_hardware has turned fp8_head off where there is no FP8
         if hp.fp8_head and self.training and self.dtype != torch.float64:
             x_scale = hp.fp8_x_scale or 448 / hp.model_dim**0.5
             grad_scale = hp.fp8_grad_scale * self.micro_steps
@@ -1026,9 +1039,13 @@ def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Ten
 
 def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: float,
                   found_inf: Tensor | None) -> None:
+    """p −= rate · (decay · p + scale · update), one fused call for each shape.
+
+    There may be more updates than parameters: the last ones are padding of the all-gather.
+    """
     if found_inf is not None:
-        updates = torch.where(found_inf > 0, 0.0, updates)
-        rate = torch.where(found_inf > 0, 0.0, rate)  # of the weight decay
+        updates = torch.where(found_inf > 0, 0.0, updates)  # 0 · NaN would be NaN
+        rate = torch.where(found_inf > 0, 0.0, rate)        # of the weight decay
     for shape in dict.fromkeys(p.shape for p in params):
         same_shape = [p for p in params if p.shape == shape]
         their_updates = [update if shape == update.shape else update.mT
@@ -1230,8 +1247,7 @@ def build_optimizers(hp: Hyperparameters, model: GPT,
 
 # ═══ 7  The step and the loop ═════════════════════════════════════════════════════════════════════
 # A step: forward and backward pass of each micro-step, gradients averaged over the ranks, Adam and
-# Muon. On CUDA the host reads the loss of a step while the GPU computes the next one. A flag on the
-# GPU, found_inf, keeps a step that is not finite from changing a weight until the host has read it.
+# Muon. On CUDA the host does not wait: it reads a loss while the GPU computes the next step.
 
 def is_reduced_separately(name: str) -> bool:
     """Whether Trainer.reduce_embeddings averages the gradient of a parameter, and not DDP."""
@@ -1272,12 +1288,12 @@ class Trainer:
         self.hardware = hardware
         self.data = data
         torch.manual_seed(hp.seed)
-        # the same weights thrice: model (state), compiled_model (validation), ddp_model (training)
         self.model = GPT(hp, hardware.dtype, hardware.attention, hardware.flex_options)
         self.model.to(hardware.device)
         self.model.micro_steps = data.train.micro_steps
         self.window = torch.zeros(2, dtype=torch.int32, device=hardware.device)
         self.optimizers = build_optimizers(hp, self.model, hardware)  # Adam, Muon
+        # the same weights: model holds the state, compiled_model validates, ddp_model trains
         self.compiled_model = self.model
         if hardware.compile:
             self.compiled_model = torch.compile(self.model, dynamic=False, fullgraph=True)
@@ -1290,7 +1306,9 @@ class Trainer:
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> dict[int, float]:
         """Queue one optimizer step. Returns {steps done: mean loss} of what could be read.
 
-        A loss or gradient that is not finite changes no weight, and raises when it is read.
+        On CUDA the metrics of this step are queued, those of the step before are read, and
+        found_inf keeps the weights as they are if this step is not finite: that raises when its
+        metrics are read, a step later. On a CPU they are read at once. `step` counts from 0.
         """
         set_schedules(self.hp, step, self.optimizers, self.window)
         mean_loss = self.accumulate_gradients(batch)
@@ -1311,8 +1329,8 @@ class Trainer:
         """Forward and backward passes of the micro-steps. Returns their mean loss."""
         mean_loss = torch.zeros((), dtype=self.model.loss_dtype, device=self.hardware.device)
         for micro_step, (inputs, targets) in enumerate(batch, 1):
-            synchronize = micro_step == len(batch) or self.hardware.world_size == 1
-            context = contextlib.nullcontext() if synchronize else self.ddp_model.no_sync()
+            accumulate_only = micro_step < len(batch) and self.hardware.world_size > 1
+            context = self.ddp_model.no_sync() if accumulate_only else contextlib.nullcontext()
             with context:
                 loss = self.ddp_model(inputs, targets, self.window) / len(batch)
                 mean_loss += loss.detach()
@@ -1340,7 +1358,7 @@ class Trainer:
                               for value in (mean_loss, norms.norm(), stop, largest)])
         if self.hardware.device.type == "cuda":
             if self.hardware.world_size > 1:
-                dist.all_reduce(values)
+                dist.all_reduce(values)  # the host does not wait for it
             metrics = torch.empty_like(values, device="cpu", pin_memory=True)
             metrics.copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
@@ -1360,7 +1378,7 @@ class Trainer:
             wait_until(queued.is_ready, self.hardware)
             loss_sum, norm_sum, stops, largest_sum = queued.metrics.tolist()
             loss = loss_sum / self.hardware.world_size
-            steps = queued.step + 1
+            steps_done = queued.step + 1
             self.stopping = self.stopping or stops > 0
             if not math.isfinite(loss + norm_sum):
                 names = [name for name, _ in self.model.named_parameters()]
@@ -1368,17 +1386,18 @@ class Trainer:
                 reason = f"gradient of {largest} is not finite"
                 if math.isfinite(norm_sum):
                     reason = "all gradients are finite"
-                raise self.not_finite_error(steps, f"the loss of step {steps} is {loss}", reason)
-            losses[steps] = loss
+                what = f"the loss of step {steps_done} is {loss}"
+                raise self.not_finite_error(steps_done, what, reason)
+            losses[steps_done] = loss
         return losses
 
-    def not_finite_error(self, steps: int, what: str,
+    def not_finite_error(self, steps_done: int, what: str,
                          reason: str = "all parameters are finite") -> UserError:
         """Names the first parameter that is not finite, else the reason; and the last batch."""
         wrong = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
         if wrong:
             reason = f"parameter {wrong[0]} is not finite"
-        batch_index = max(0, steps - 1)
+        batch_index = max(0, steps_done - 1)
         shard, index = self.data.train.locate(batch_index)
         return UserError(f"{what}: {reason}; the batch is {batch_index}, number {index} of "
                          f"{shard.path}; lower the rates, or replay it from a checkpoint "
@@ -1483,12 +1502,12 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
     with (SignalHandler(trainer) as signals,
           Saver(run.folder, hardware.rank == 0, start_step) as saver,
           profile_steps(hp, hardware, run.folder) as profiler):
-        # Before each step, where they are due: read what is queued; save, before the validation,
-        # which may take long; validate; stop. After the last step there is no step to train.
+        # An iteration starts with `step` steps done: it reads what is queued, saves (before the
+        # validation, which may take long), validates, stops, trains. The last one does not train.
         for step in range(start_step, hp.num_steps + 1):
             last_step = step == hp.num_steps
-            save_due = hp.save_every and (last_step or step % hp.save_every == 0)
-            val_due = last_step or (hp.val_every and step % hp.val_every == 0)
+            save_due = hp.save_every > 0 and (last_step or step % hp.save_every == 0)
+            val_due = last_step or (hp.val_every > 0 and step % hp.val_every == 0)
             if save_due or val_due or trainer.stopping:
                 losses = trainer.read_losses()
                 log.train_losses(trainer, clock, losses)
