@@ -10,6 +10,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", f"{tempfile.gettempdir()}/hypothesis")
+if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+    # Inductor writes kernels for AVX2 then, but compiles them for the machine it is on, and takes
+    # kernels for AVX-512 out of its cache: on a machine that has more they compute nonsense
+    os.environ.setdefault("TORCHINDUCTOR_CPP_MARCH", "x86-64-v3")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/inductor_avx2")
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / name) for name in (".", "commands", "gpu", "data", "records")]
 
