@@ -365,14 +365,14 @@ class Shard:
             with open(path, "rb") as file:
                 header = file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
         magic, version, self.num_tokens = np.frombuffer(header, dtype="<i4")[:3].tolist()
-        expected_bytes = HEADER_BYTES + 2 * self.num_tokens
+        self.num_bytes = HEADER_BYTES + 2 * self.num_tokens
         problem = ""
         if magic != SHARD_MAGIC:
             problem = f"not a token shard: it begins with {magic}, not {SHARD_MAGIC}"
         elif version != SHARD_VERSION:
             problem = f"shard version {version}, not {SHARD_VERSION}"
-        elif file_bytes != expected_bytes:
-            problem = f"damaged: it has {file_bytes:,} bytes instead of {expected_bytes:,}"
+        elif file_bytes != self.num_bytes:
+            problem = f"damaged: it has {file_bytes:,} bytes instead of {self.num_bytes:,}"
         if problem:
             raise UserError(f"{path}: {problem}; fetch it again, or make it with a script of data/")
 
@@ -380,7 +380,7 @@ class Shard:
     def pages(self) -> mmap.mmap:
         with explained(self.path, "fetch it again"), open(self.path, "rb") as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if len(pages) != HEADER_BYTES + 2 * self.num_tokens:
+            if len(pages) != self.num_bytes:
                 raise ValueError("changed since the run began")
             return pages
 
@@ -1776,7 +1776,7 @@ class Saver:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
             if keep:  # later steps are damaged files that resume has skipped: they do not count
-                older = [old for old in checkpoints(self.folder) if old <= path]
+                older = [old for old in checkpoints(self.folder) if step_of(old) <= step_of(path)]
                 for old in older[:-keep]:
                     old.unlink(missing_ok=True)
             self.failed = False
@@ -1812,8 +1812,12 @@ TRAINING_STATE = {"adam", "muon", "batch_index", "rng_state", "origins", "clock_
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, sorted by step: its number in the name has leading zeros."""
-    return sorted(folder.glob("checkpoint_*[0-9].pt"))
+    """The checkpoints of a run, sorted by step."""
+    return sorted(folder.glob("checkpoint_*[0-9].pt"), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("checkpoint_"))
 
 
 def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:

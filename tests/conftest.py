@@ -26,7 +26,6 @@ from helpers import (  # noqa: E402
     Result,
     hyperparameters,
     make_data,
-    step_of,
     write_shard,
 )
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -102,7 +101,7 @@ def cut(whole, tmp_path):
         shutil.copytree(source, folder)
         (folder / "model.pt").unlink()
         for path in train_gpt.checkpoints(folder):
-            if step_of(path) > step:
+            if train_gpt.step_of(path) > step:
                 path.unlink()
         return folder
     return make

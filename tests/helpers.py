@@ -120,11 +120,6 @@ def next_loss(trainer: train_gpt.Trainer, step: int) -> float:
     return loss
 
 
-def step_of(path: Path) -> int:
-    """Of a checkpoint."""
-    return int(path.stem.removeprefix("checkpoint_"))
-
-
 def before_step(monkeypatch, number: int, action) -> None:
     """Runs in this process call action(trainer) before this step, counted from 0."""
     original = train_gpt.Trainer.step

@@ -29,7 +29,6 @@ from helpers import (
     free_port,
     run,
     send_signal,
-    step_of,
     trained,
 )
 
@@ -130,7 +129,7 @@ def test_a_signal_during_validation_loses_nothing(data, whole, tmp_path, capsys,
     folder = tmp_path / "v"
     assert f"stopped by SIGTERM after step {step}; resume with" in capsys.readouterr().out
     assert Result(folder).steps == whole.steps[:whole.steps.index(Result(folder).steps[-1]) + 1]
-    assert step_of(train_gpt.checkpoints(folder)[-1]) == step
+    assert train_gpt.step_of(train_gpt.checkpoints(folder)[-1]) == step
     if step == 6:
         assert equal(Result(folder).weights, whole.weights)
     assert train_gpt.main([f"--resume={folder}"]) == 0
@@ -270,7 +269,7 @@ def test_a_signal_to_one_rank_stops_all_and_one_process_finishes(data, undisturb
     assert exit_codes(tmp_path) == [128 + signal.SIGTERM] * 2
     assert re.search(r"stopped by SIGTERM after step (\d+); resume with --resume=", started.output)
     saved, = train_gpt.checkpoints(started.folder)
-    assert 7 <= step_of(saved) < 30
+    assert 7 <= train_gpt.step_of(saved) < 30
     assert train_gpt.main([f"--resume={started.folder}"]) == 0
     losses = Result(started.folder).train_losses
     assert losses == pytest.approx(undisturbed.train_losses, abs=1e-4)

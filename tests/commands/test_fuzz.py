@@ -48,15 +48,15 @@ def test_a_manifest_with_impossible_numbers_gives_no_ratio(tmp_path, tokens, tex
     assert read_or_refused(lambda: bytes_per_token(path)) is None
 
 
-def no_more_files(path: Path) -> None:
+def replace_by_a_link_to_itself(path: Path) -> None:
     path.unlink()
-    path.symlink_to(path)  # opening it fails, as it would with too many open files
+    path.symlink_to(path)  # it exists, and cannot be opened
 
 
 @pytest.mark.parametrize("change, reason", [
     (Path.unlink, "No such file"), (lambda path: path.write_bytes(b""), "cannot mmap an empty"),
     (lambda path: write_shard(path, torch.arange(300).numpy() % 64), "changed since the run began"),
-    (no_more_files, "Too many levels")],
+    (replace_by_a_link_to_itself, "Too many levels")],
     ids=["removed", "emptied", "replaced", "cannot be opened"])
 def test_a_shard_that_changes_after_the_start_is_named(tmp_path, change, reason):
     path = write_shard(tmp_path / "a.bin", torch.arange(3000).numpy() % 64)
