@@ -18,17 +18,13 @@ Contents, in the order in which a token travels from a shard to an updated weigh
     8  logging                log.txt, metrics.jsonl, the progress bar
     9  checkpoints            write, find and restore them
    10  evaluation             validation loss, samples of text, HellaSwag
-   11  suggestions            n-gram tables and copies of earlier text, on the laptop
+   11  what some runs use     n-grams and copies of earlier text (laptop), the FP8 head (H100)
    12  ranks and faults       the process group, signals, ranks that fail
    13  before a run           device and compiler, memory estimate, token budget
    14  command line and main  the historical systems as presets
-
-A first reading can skip Float8Matmul (5). The laptop run adds suggestions of n-grams and copies to
-the model: section 11.
 """
 import argparse
 import ast
-import bisect
 import collections
 import contextlib
 import dataclasses
@@ -80,38 +76,11 @@ NO_LIMIT = 2**30                # a window that excludes nothing
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
 HEADER_BYTES = 256 * 4          # of a shard: 256 int32
-CHECKPOINT_FORMAT = 2
-SEPARATOR = "=" * 100           # between the parts of a log
 FOLDER = Path(__file__).resolve().parent
-# What a damaged or foreign file can make Python and PyTorch raise.
-FOREIGN_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
-                  RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError)
 
 
 class UserError(Exception):
     """A mistake that the user can fix: one sentence with the value, what was expected, a remedy."""
-
-
-@contextlib.contextmanager
-def explained(what: str, remedy: str):
-    """Turn an error into a UserError: "what: reason; remedy"."""
-    try:
-        yield
-    except torch.OutOfMemoryError:  # main says what to do
-        raise
-    except (UserError, *FOREIGN_ERRORS) as error:
-        raise UserError(f"{what}: {reason_of(error)}; {remedy}") from None
-
-
-def reason_of(error: BaseException) -> str:
-    """The message of an error on one line, without the name of its class."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    if isinstance(error, pickle.UnpicklingError):  # PyTorch's advice would be to run what is in it
-        return "it is damaged, or holds more than tensors and numbers"
-    return " ".join(str(error).split())[:200] or "no reason was given"
 
 
 # ═══ 1  Hyperparameters: edit them here, or give --name=value ═════════════════════════════════════
@@ -148,7 +117,7 @@ class Hyperparameters:
     model_dim: int = 768                # width of the residual stream
     mlp_ratio: int = 4                  # hidden units of the MLP per unit of width
     value_layout: str | tuple = "ends"  # value embeddings: none, per_layer, mirrored, ends, tuple
-    value_lambdas: int = 2              # values v, embedding e: 2 is λ0·v + λ1·e, 1 (1−λ)·v + λ·e
+    value_lambdas: int = 2              # values v, embedding e: 2 is λ0·v+λ1·e, 1 is (1−λ)·v+λ·e
     first_layer_values: bool = False    # mix the first layer's values into layers without a table
     no_attention: str | tuple = "second_decoder"  # layers: none, second_decoder, tuple
     rotary_base: float = 1024.0         # the slowest rotary frequency is 1/base radians per token
@@ -226,6 +195,11 @@ class Hyperparameters:
         # where each value comes from: default, a preset, the command line, a checkpoint, hardware
         self.origins = dict.fromkeys(FIELDS, "default")
 
+    def update(self, values: dict, origin: str) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+            self.origins[name] = origin
+
     @property
     def is_byte_level(self) -> bool:
         return self.vocab_size <= 257  # bytes, and the document token
@@ -233,11 +207,13 @@ class Hyperparameters:
     @property
     def padded_vocab(self) -> int:
         multiple = math.lcm(self.vocab_multiple, 16 if self.fp8_head else 1)  # FP8 needs 16
-        return -(-self.vocab_size // multiple) * multiple
+        return math.ceil(self.vocab_size / multiple) * multiple
 
     @property
     def embedding_rows(self) -> int:
         return self.padded_vocab if self.pad_embeddings else self.vocab_size
+
+    # In the three below a layout is a name, or the tuple itself.
 
     @property
     def layers_without_attention(self) -> tuple:
@@ -259,10 +235,13 @@ class Hyperparameters:
         layers = self.num_layers
         half = layers // 2
         ends = max(1, layers // 4)
-        named = {"none": (None,) * layers,
-                 "per_layer": tuple(range(layers)),
-                 "mirrored": (*range(half), *reversed(range(half)), *(None,) * (layers % 2)),
-                 "ends": (*range(ends), *(None,) * (layers - 2 * ends), *range(ends))}
+        named = {
+            "none": (None,) * layers,
+            "per_layer": tuple(range(layers)),
+            # of 12 layers: 0 1 2 3 4 5 5 4 3 2 1 0
+            "mirrored": (*range(half), *reversed(range(half)), *(None,) * (layers % 2)),
+            # of 12 layers: 0 1 2 − − − − − − 0 1 2
+            "ends": (*range(ends), *(None,) * (layers - 2 * ends), *range(ends))}
         layout = named.get(self.value_layout, self.value_layout)
         # a layer without attention uses no table; those that are used are renumbered from 0
         used = [None if layer in self.layers_without_attention else table
@@ -309,19 +288,19 @@ CHOICES = {"window_unit": ("block", "token", "token_in_block"),
            "value_layout": ("none", "per_layer", "mirrored", "ends"),
            "no_attention": ("none", "second_decoder")}
 
-# Limits of numbers; the lower limit is 0 where none is given. The upper limits of sizes keep a
-# checkpoint that claims to be huge from filling the memory.
-AT_LEAST = dict(vocab_size=1, vocab_multiple=1, num_steps=1, batch_tokens=BLOCK,
-                sequence_tokens=BLOCK, epochs=1, val_tokens=BLOCK, num_layers=2, num_heads=1,
-                model_dim=4, mlp_ratio=1, value_lambdas=1, rotary_base=1.001, rotary_fraction=0.001,
-                window_end=1, fp8_weight_scale=1e-6, fp8_grad_scale=1e-6, muon_steps=1, log_every=1,
-                keep_checkpoints=1, timeout=1)
-AT_MOST = dict(vocab_size=2**16, vocab_multiple=2**16, num_steps=10**12, batch_tokens=10**12,
-               val_tokens=10**12, val_start=10**12, epochs=10**6, num_layers=1000, num_heads=1000,
-               model_dim=10**6, mlp_ratio=100, value_lambdas=2, rotary_fraction=1,
-               ngram_order=6, ngram_tokens=10**9, ngram_share=0.9, rate_floor=1,
-               adam_beta1=0.999999, adam_beta2=0.999999, muon_momentum=0.999999,
-               muon_momentum_start=0.999999, muon_steps=100, seed=2**63 - 1, timeout=10**6)
+# The lowest and the highest value of numbers; where none is given: 0 or more. The highest of a size
+# keeps a checkpoint that claims to be huge from filling the memory.
+BOUNDS = dict(
+    vocab_size=(1, 2**16), vocab_multiple=(1, 2**16), num_steps=(1, 10**12),
+    batch_tokens=(BLOCK, 10**12), sequence_tokens=(BLOCK, 10**12), epochs=(1, 10**6),
+    val_tokens=(BLOCK, 10**12), val_start=(0, 10**12), num_layers=(2, 1000), num_heads=(1, 1000),
+    model_dim=(4, 10**6), mlp_ratio=(1, 100), value_lambdas=(1, 2), rotary_base=(1.001, math.inf),
+    rotary_fraction=(0.001, 1), ngram_order=(0, 6), ngram_tokens=(0, 10**9), ngram_share=(0, 0.9),
+    window_start=(0, NO_LIMIT), window_end=(1, NO_LIMIT), adam_beta1=(0, 0.999999),
+    adam_beta2=(0, 0.999999), muon_momentum=(0, 0.999999), muon_momentum_start=(0, 0.999999),
+    muon_steps=(1, 100), rate_floor=(0, 1), fp8_weight_scale=(1e-6, math.inf),
+    fp8_grad_scale=(1e-6, math.inf), seed=(0, 2**63 - 1), log_every=(1, math.inf),
+    keep_checkpoints=(1, math.inf), timeout=(1, 10**6))
 
 # Fields that --resume may change: they change no weight, or only its rounding.
 MAY_CHANGE_ON_RESUME = {
@@ -348,8 +327,7 @@ class Hardware:
     # used around the loop only
     why_not_compiled: str = ""
     timeout: float = 600.0                      # seconds that a collective may take
-    launcher_pid: int = 0                       # torchrun's process, on one machine; 0: none
-    memory_bytes: float = math.inf              # what a run may use of the device
+    launcher_pid: int = 0                       # torchrun's process, if on one machine; 0: none
 
 
 # ═══ 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice ══════
@@ -402,23 +380,11 @@ class Shard:
 class Loader:
     """The batches of a set of shards, in order; batch `index` is the same at any world size.
 
-    A batch is made of segments. Each comes from its own lane, an equal part of the shard, and every
-    batch takes the next segment of each lane. With 3 segments to a batch:
-
-        shard      lane 0             lane 1             lane 2             unused rest
-                   AAAABBBBCCCC…      AAAABBBBCCCC…      AAAABBBBCCCC…      …
-        batch 0    AAAA               AAAA               AAAA
-        batch 1        BBBB               BBBB               BBBB
-
-    Without lanes a small batch would be one article: training then needs twice the tokens for the
-    same loss. With segment_tokens=0 there is one lane, as in the published records. The batch is
-    cut into sequences; micro-step m of rank r takes sequence m · world_size + r. Batches take the
-    first `share` of each lane; the rest is for counting n-grams. Of several epochs, each has its
-    own order of the shards.
-
-    With align_documents every sequence starts at a document, and what lies between is skipped.
-    The shards are scanned for documents until they give `batches_needed` batches; those after that
-    count as empty.
+    A batch is made of pieces of text, of equal length. With segment_tokens they come from places
+    all over the shard (lane_starts); with align_documents each is a sequence that starts at a
+    document (aligned_starts); otherwise they follow each other, as in the published records. The
+    batch is cut into sequences, and micro-step m of rank r takes sequence m · world_size + r.
+    Of several epochs, each has its own order of the shards.
     """
 
     def __init__(self, pattern: str, batch_tokens: int, sequence_tokens: int,
@@ -437,28 +403,26 @@ class Loader:
             generator = np.random.default_rng(seed)
             self.shards = [shards[number] for _ in range(epochs)
                            for number in generator.permutation(len(shards))]
-        self.align_documents = align_documents
         self.batch_tokens = batch_tokens
         self.sequence_tokens = sequence_tokens
         self.segment_tokens = segment_tokens or batch_tokens
-        self.num_lanes = batch_tokens // self.segment_tokens
+        self.piece_tokens = min(self.segment_tokens, sequence_tokens)
         self.micro_steps = batch_tokens // (world_size * sequence_tokens)   # sequences of a rank
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
-        self.sequence_starts = {}   # with align_documents: {shard: [batches, sequences]}
-        self.batches_per_shard = []     # whole ones
+        self.starts = {}    # where the pieces start, by shard: [batches, pieces]
+        self.batches = []   # (shard, number in the shard) of each batch
         for shard in self.shards:
-            if align_documents:
-                found = sum(self.batches_per_shard)
-                if shard not in self.sequence_starts and found < batches_needed:
-                    self.sequence_starts[shard] = aligned_starts(
-                        shard, batch_tokens // sequence_tokens, sequence_tokens, document_token)
-                self.batches_per_shard.append(len(self.sequence_starts.get(shard, ())))
-            else:
-                lane_tokens = self.lane_tokens(shard)
-                self.batches_per_shard.append(int(share * lane_tokens) // self.segment_tokens)
-        self.batch_ends = list(itertools.accumulate(self.batches_per_shard))
+            if len(self.batches) >= batches_needed:
+                break
+            if shard not in self.starts and align_documents:
+                self.starts[shard] = aligned_starts(shard, batch_tokens // sequence_tokens,
+                                                    sequence_tokens, document_token)
+            elif shard not in self.starts:
+                self.starts[shard] = lane_starts(shard, batch_tokens, self.segment_tokens,
+                                                 self.piece_tokens, share)
+            self.batches += [(shard, number) for number in range(len(self.starts[shard]))]
         self.index = 0              # of the next batch; the loader's only state
         self.prefetched = {}        # {index: future} of the batch that is read in the background
         # each thread has a current CUDA device: pinning memory would open a context on GPU 0
@@ -466,20 +430,13 @@ class Loader:
         self.reader = ThreadPoolExecutor(1, "loader", initializer, (self.device,))
 
     def __len__(self) -> int:
-        return self.batch_ends[-1]
-
-    def lane_tokens(self, shard: Shard) -> int:
-        """Tokens of a lane. The last token of a shard is only a target."""
-        return max(0, shard.num_tokens - 1) // self.num_lanes
+        return len(self.batches)
 
     def next_batch(self, stride: int = 1) -> list[tuple[Tensor, Tensor]]:
         """(inputs, targets) of each micro-step, on the device; the next batch is read meanwhile.
 
         stride: how far the position moves; in validation the ranks take turns.
         """
-        if self.index >= len(self):
-            raise UserError(f"{self.pattern}: used up after {len(self):,} batches of "
-                            f"{self.batch_tokens:,} tokens; add shards, or give --epochs")
         if self.index not in self.prefetched:
             self.prefetched[self.index] = self.reader.submit(self.read, self.index)
         host = self.prefetched.pop(self.index).result()
@@ -491,51 +448,45 @@ class Loader:
         return [(pieces[:, :-1].clone().flatten(), pieces[:, 1:].long().flatten())
                 for pieces in tokens]
 
-    def locate(self, index: int) -> tuple[Shard, int]:
-        """The shard that holds a batch, and the index of the batch in it."""
-        shard_index = bisect.bisect_right(self.batch_ends, index)
-        first = self.batch_ends[shard_index] - self.batches_per_shard[shard_index]
-        return self.shards[shard_index], index - first
-
     def read(self, index: int) -> Tensor:
         """This rank's part of a batch, on the host: int32 [micro-steps, pieces, tokens + 1]."""
-        shard, batch_in_shard = self.locate(index)
-        piece_tokens = min(self.segment_tokens, self.sequence_tokens)
-        shape = (self.micro_steps, self.sequence_tokens // piece_tokens, piece_tokens + 1)
-        host = torch.empty(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        shard, number = self.batches[index]
+        starts = self.starts[shard][number].reshape(self.micro_steps, self.world_size, -1)
+        starts = starts[:, self.rank]
+        host = torch.empty((*starts.shape, self.piece_tokens + 1), dtype=torch.int32,
+                           pin_memory=self.device.type == "cuda")
         tokens = host.numpy()
-        for micro_step, piece in np.ndindex(tokens.shape[:2]):
-            sequence = micro_step * self.world_size + self.rank
-            start = self.start_of(shard, batch_in_shard, sequence, piece * piece_tokens)
-            tokens[micro_step, piece] = shard.tokens(start, piece_tokens + 1)
+        for place, start in np.ndenumerate(starts):
+            tokens[place] = shard.tokens(start, self.piece_tokens + 1)
         shard.release_pages()
         return host
 
-    def start_of(self, shard: Shard, batch_in_shard: int, sequence: int, offset: int) -> int:
-        """Position in the shard of token `offset` of a sequence of a batch."""
-        if self.align_documents:
-            return int(self.sequence_starts[shard][batch_in_shard, sequence]) + offset
-        lane_tokens = self.lane_tokens(shard)
-        lane, inside = divmod(sequence * self.sequence_tokens + offset, self.segment_tokens)
-        return lane * lane_tokens + batch_in_shard * self.segment_tokens + inside
 
-    def unused(self, num_batches: int, limit: int) -> list[tuple[Shard, int, int]]:
-        """Spans that the first `num_batches` batches do not read, `limit` tokens at most in total.
+def lane_starts(shard: Shard, batch_tokens: int, segment_tokens: int, piece_tokens: int,
+                share: float = 1.0) -> np.ndarray:
+    """Where the pieces of each batch start: [batches, pieces].
 
-        Each is (shard, start, length), and follows what is read of a lane.
-        """
-        read = {self.locate(index) for index in range(num_batches)}  # a set: epochs repeat batches
-        batches_read = collections.Counter(shard for shard, _ in read)
-        spans = []
-        for shard in dict.fromkeys(self.shards):
-            lane_tokens = self.lane_tokens(shard)
-            first = batches_read[shard] * self.segment_tokens + 1  # 1: the last target
-            length = min(lane_tokens - first, limit // self.num_lanes)  # an equal part of each lane
-            if length > 0:
-                spans += [(shard, lane * lane_tokens + first, length)
-                          for lane in range(self.num_lanes)]
-                limit -= length * self.num_lanes
-        return spans
+    A shard is cut into as many lanes as a batch has segments, and every batch takes the next
+    segment of each lane. With 3 segments:
+
+        shard      lane 0             lane 1             lane 2             unused rest
+                   AAAABBBBCCCC…      AAAABBBBCCCC…      AAAABBBBCCCC…      …
+        batch 0    AAAA               AAAA               AAAA
+        batch 1        BBBB               BBBB               BBBB
+
+    Without lanes a small batch would be one article: training then needs twice the tokens for the
+    same loss. Batches take the first `share` of each lane; the rest is for counting n-grams.
+    """
+    lane_tokens = tokens_per_lane(shard, batch_tokens // segment_tokens)
+    num_batches = int(share * lane_tokens) // segment_tokens
+    position = np.arange(0, batch_tokens, piece_tokens)     # of the pieces within a batch
+    lane = position // segment_tokens
+    first_batch = lane * lane_tokens + position % segment_tokens
+    return first_batch + segment_tokens * np.arange(num_batches)[:, None]
+
+
+def tokens_per_lane(shard: Shard, num_lanes: int) -> int:
+    return max(0, shard.num_tokens - 1) // num_lanes    # the last token is only a target
 
 
 def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
@@ -546,18 +497,19 @@ def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
     As in the system of 2025-07-13, a shard ends where fewer than twice a batch's tokens are left.
     """
     tokens = shard.tokens(0, shard.num_tokens)
-    starts_and_end = np.append(np.flatnonzero(tokens == document_token), shard.num_tokens)
+    documents = np.flatnonzero(tokens == document_token)
+    documents_and_end = np.append(documents, shard.num_tokens)
     shard.release_pages()
-    span = 2 * num_sequences * sequence_tokens
 
     def first_document(position: int) -> int:
         """The first one at the position or after it; the end of the shard where there is none."""
-        number = np.searchsorted(starts_and_end, position)
-        return starts_and_end[min(number, len(starts_and_end) - 1)]
+        number = np.searchsorted(documents_and_end[:-1], position)
+        return documents_and_end[number]
 
     batches = []
-    position = 0
-    while position + span + 1 < shard.num_tokens:
+    position = 0    # where the next batch may begin
+    span = 2 * num_sequences * sequence_tokens
+    while position + span + 1 < shard.num_tokens:  # 1: the last target
         starts = []
         start = first_document(position)
         for _ in range(num_sequences):
@@ -583,7 +535,7 @@ class Data(NamedTuple):
 # ═══ 4  Masks and attention: causal ∧ same document ∧ within the window ═══════════════════════════
 
 def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
-    """(window_tokens, window_blocks) of a step, such as (NO_LIMIT, 14) for window_unit="block".
+    """(window_tokens, window_blocks) of a step; one of them may be NO_LIMIT.
 
     A query at position q sees the key at position k where q − k < window_tokens and
     q // BLOCK − k // BLOCK < window_blocks.
@@ -591,8 +543,8 @@ def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
     tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
     unit = BLOCK if hp.window_unit == "block" else 64
     round_to_unit = math.ceil if hp.window_rounding == "up" else math.floor
-    tokens = max(unit, min(NO_LIMIT, round_to_unit(tokens / unit) * unit))
-    blocks = -(-tokens // BLOCK)
+    tokens = max(unit, round_to_unit(tokens / unit) * unit)
+    blocks = math.ceil(tokens / BLOCK)
     if hp.window_unit == "block":
         return NO_LIMIT, blocks
     if hp.window_unit == "token":
@@ -668,10 +620,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
 # ── FlexAttention ─────────────────────────────────────────────────────────────────────────────────
 
 def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
-    """For each block of queries, the blocks of keys that it sees in part and in full, in order.
-
-    A block sees some of an earlier one if its first document is not after the other's last.
-    """
+    """For each block of queries, the blocks of keys that it sees in part, and those in full."""
     window_tokens, window_blocks = window.unbind()
 
     def mask_mod(batch, head, query, key):  # the lists below already hold the window in blocks
@@ -679,11 +628,12 @@ def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
         return (query >= key) & same_document & (query - key < window_tokens)
 
     def ordered(wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """From true or false for each pair of blocks: how many, and their indices first."""
         count = wanted.sum(dim=-1, dtype=torch.int32)
         indices = wanted.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
         return count[None, None].contiguous(), indices[None, None].contiguous()
 
-    # Document numbers never decrease: a block's first and last bound all of it.
+    # [blocks]: the document of a block's first token, and of its last
     first = documents.view(-1, BLOCK)[:, 0].contiguous()
     last = documents.view(-1, BLOCK)[:, -1].contiguous()
     block = torch.arange(len(first), dtype=torch.int32, device=documents.device)
@@ -691,7 +641,9 @@ def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
     nearest = (distance - 1) * BLOCK + 1    # the smallest query − key of the two blocks
     farthest = (distance + 1) * BLOCK - 1   # the largest
     near = (distance >= 0) & (distance < window_blocks)
+    # some query sees some key: the two blocks share a document, as numbers never decrease
     touched = near & (nearest < window_tokens) & (first[:, None] <= last)
+    # every query sees every key: earlier blocks, of one document from first key to last query
     full = near & (distance > 0) & (farthest < window_tokens) & (last[:, None] == first)
     return BlockMask.from_kv_blocks(*ordered(touched & ~full), *ordered(full), BLOCK,
                                     mask_mod=mask_mod)
@@ -706,16 +658,19 @@ def band_bias(documents: Tensor, window: Tensor, band_blocks: int) -> Tensor:
     """
     span = (band_blocks + 1) * BLOCK
     key = torch.arange(span, device=documents.device)  # positions within the span
-    query = key[-BLOCK:, None]
+    query = key[-BLOCK:, None]                         # its last block
     in_window = (query >= key) & (query - key < window[0])
     in_window = in_window & (query // BLOCK - key // BLOCK < window[1])
     key_documents = F.pad(documents, (span - BLOCK, 0), value=-1).unfold(0, span, BLOCK)
-    same_document = documents.view(-1, BLOCK, 1) == key_documents[:, None]
+    same_document = documents.view(-1, BLOCK, 1) == key_documents[:, None]  # [blocks, BLOCK, span]
     return torch.where(in_window & same_document, 0.0, -math.inf)[:, None]
 
 
 def key_bands(x: Tensor, span: int) -> Tensor:
-    """The keys of each block of queries, overlapping views: [blocks, heads, span, head_dim]."""
+    """The keys (or values) of each block of queries: [blocks, heads, span, head_dim], a view.
+
+    x: [tokens, heads, head_dim]. Spans overlap, and zeros stand before the first token.
+    """
     return F.pad(x, (0, 0, 0, 0, span - BLOCK, 0)).unfold(0, span, BLOCK).transpose(2, 3)
 
 
@@ -739,49 +694,6 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.type_as(x))
-
-
-class Float8Matmul(torch.autograd.Function):
-    """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
-
-    x is normed, so that no entry is above √model_dim, and the gradient of a token's loss is 1 at
-    most: with the default scales neither overflows. Weights beyond ±24 saturate.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, x_scale: float, weight_scale: float,
-                grad_scale: float) -> Tensor:
-        x8 = to_float8(x, x_scale, torch.float8_e4m3fn)
-        weight8 = to_float8(weight, weight_scale, torch.float8_e4m3fn)
-        ctx.save_for_backward(x8, weight8)
-        ctx.scales = x_scale, weight_scale, grad_scale
-        return scaled_matmul(x8, weight8.T, x_scale * weight_scale, x.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        x8, weight8 = ctx.saved_tensors
-        x_scale, weight_scale, grad_scale = ctx.scales
-        grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
-        # _scaled_mm takes a row-major first factor and a column-major second one
-        weight8 = weight8.T.contiguous().T
-        x8 = x8.T.contiguous().T
-        x_grad = scaled_matmul(grad8, weight8, grad_scale * weight_scale, grad.dtype)
-        weight_grad = scaled_matmul(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
-        return x_grad, weight_grad, None, None, None
-
-
-def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Clamps first: a plain cast may turn what is too large into NaN."""
-    return (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
-
-
-def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
-                  fast: bool = False) -> Tensor:
-    """(a @ b) / scale; fast: accumulated in fewer bits, enough for a sum over model_dim."""
-    one = torch.ones((), device=a.device)
-    inverse = torch.full((), 1 / scale, device=a.device)
-    return torch._scaled_mm(a, b, scale_a=inverse, scale_b=one, out_dtype=dtype,
-                            use_fast_accum=fast)
 
 
 class Rotary(nn.Module):
@@ -944,8 +856,7 @@ class GPT(nn.Module):
             short_mask = self.build_mask(documents, short_window(window))
         x = self.embed(inputs).to(self.dtype)
         if self.suggestions is not None:
-            suggested = self.suggestions.find(inputs, documents)
-            x = self.suggestions.add_to_embedding(x, *suggested)
+            x, *suggested = self.suggestions.add_to_embedding(x, inputs, documents)
         x0 = norm(x, hp.norm_eps)
         x = x0
         value_embeddings = [embed(inputs).to(self.dtype).view(len(x), hp.num_heads, -1)
@@ -953,7 +864,7 @@ class GPT(nn.Module):
         skips = []
         first_values = None
         for layer, block in enumerate(self.blocks):
-            if layer >= num_encoder_layers and skips:
+            if layer >= num_encoder_layers and skips:  # with odd layers the last one has no skip
                 # U-Net: the encoder's outputs, last in first out
                 x = x + self.skip_weights[layer - num_encoder_layers].type_as(x) * skips.pop()
             table = self.value_tables[layer]
@@ -978,12 +889,13 @@ class GPT(nn.Module):
     def head_logits(self, x: Tensor) -> Tensor:
         """The head's output, scaled and capped. Training with fp8_head computes it in FP8."""
         hp = self.hp
-        # fit_to_hardware has turned fp8_head off where there is no FP8
+        # fit_to_hardware has turned fp8_head off where there is no FP8; Float8Matmul: section 11
         if hp.fp8_head and self.training and self.dtype != torch.float64:
             x_scale = hp.fp8_x_scale or 448 / hp.model_dim**0.5
+            # a mean over micro-steps, or over tokens, makes the gradient that much smaller
             grad_scale = hp.fp8_grad_scale * self.micro_steps
             if not hp.sum_loss:
-                grad_scale *= len(x)  # the gradient of a mean is smaller
+                grad_scale *= len(x)
             logits = Float8Matmul.apply(x, self.head.weight, x_scale, hp.fp8_weight_scale,
                                         grad_scale)
         else:
@@ -1021,7 +933,8 @@ def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Ten
                        dtype: torch.dtype) -> Tensor:
     """Update the momentum buffers. Returns the orthogonalized updates, stacked, rows ≤ columns.
 
-    grad_weight: 1 − momentum, computed by the caller in double precision.
+    buffer ← momentum · buffer + grad_weight · grad with lerp, momentum · buffer + grad without.
+    grad_weight: 1 − momentum, which the caller computes in double precision.
     """
     for grad, buffer in zip(grads, buffers):
         if lerp:
@@ -1041,7 +954,7 @@ def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: fl
                   found_inf: Tensor | None) -> None:
     """p −= rate · (decay · p + scale · update), one fused call for each shape.
 
-    There may be more updates than parameters: the last ones are padding of the all-gather.
+    There may be more updates than parameters: the last ones repeat the first (Muon.own_params).
     """
     if found_inf is not None:
         updates = torch.where(found_inf > 0, 0.0, updates)  # 0 · NaN would be NaN
@@ -1064,11 +977,10 @@ def update_scale(p: Tensor) -> float:
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized by Newton–Schulz (https://kellerjordan.github.io/posts/muon).
 
-    Works on any number of ranks, or without a process group. Parameters are grouped by size, the
-    largest first, and each rank orthogonalizes its share of a group. An asynchronous all-gather
-    exchanges the updates while the next group is computed. Between start_updates and
-    finish_updates there is time for other work. A rank keeps the momentum of its own parameters
-    only.
+    Parameters of the same shape, or transposed, form a group, the largest first. Each rank keeps
+    the momentum of its share of a group, and orthogonalizes that share. An asynchronous all-gather
+    exchanges the updates while the next group is computed, and while Adam runs between
+    start_updates and finish_updates. One rank needs no process group.
     """
 
     def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0,
@@ -1085,21 +997,26 @@ class Muon(torch.optim.Optimizer):
             options = dict(dynamic=False, fullgraph=True)
             self.orthogonal_updates = torch.compile(orthogonal_updates, **options)
             self.apply_updates = torch.compile(apply_updates, **options)
-        sizes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
-        groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == size])
-                  for size in sizes]
+        # by sorted shape: 768×3072 and 3072×768 are one group
+        shapes = sorted({tuple(sorted(p.shape)) for p in params}, key=math.prod, reverse=True)
+        groups = [dict(params=[p for p in params if tuple(sorted(p.shape)) == shape])
+                  for shape in shapes]
         super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, lerp=lerp,
                                       steps=steps, weight_decay=weight_decay))
         for p in self.all_own_params():
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     def params_per_rank(self, group: dict) -> int:
-        """The last ranks may have fewer."""
         return math.ceil(len(group["params"]) / self.world_size)
 
     def own_params(self, group: dict) -> list[Tensor]:
+        """This rank's share of a group. The last ranks repeat the first parameters of the group:
+        the all-gather takes equally many from each.
+        """
+        params = group["params"]
         share = self.params_per_rank(group)
-        return group["params"][self.rank * share:(self.rank + 1) * share]
+        first = self.rank * share
+        return [params[number % len(params)] for number in range(first, first + share)]
 
     def all_own_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in self.own_params(group)]
@@ -1109,33 +1026,26 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def start_updates(self) -> list[tuple]:
-        """Compute this rank's updates and start to gather those of all ranks."""
-        return [self.start_gather(group) for group in self.param_groups]
+        """Compute this rank's updates and start to gather those of all ranks.
 
-    def start_gather(self, group: dict) -> tuple:
-        """(group, the updates of all ranks, the handle to wait for)"""
-        updates = self.own_updates(group)
-        if self.world_size == 1:
-            return group, updates, None
-        p = group["params"][0]
-        share = self.params_per_rank(group)
-        own = torch.zeros(share, min(p.shape), max(p.shape), dtype=self.dtype, device=p.device)
-        if updates is not None:
-            own[:len(updates)] = updates
-        gathered = own.new_empty(self.world_size * share, *own.shape[1:])
-        return group, gathered, dist.all_gather_single(gathered, own, async_op=True)
-
-    def own_updates(self, group: dict) -> Tensor | None:
-        """None where this rank has no parameter of the group."""
-        own = self.own_params(group)
-        if not own:
-            return None
-        grads = [p.grad for p in own]
-        buffers = [self.state[p]["momentum_buffer"] for p in own]
-        momentum = self.as_tensor(group["momentum"], own[0])
-        grad_weight = self.as_tensor(1 - group["momentum"], own[0])
-        return self.orthogonal_updates(grads, buffers, momentum, grad_weight, group["lerp"],
-                                       group["nesterov"], group["steps"], self.dtype)
+        Returns (group, the updates of all ranks, the handle to wait for) of each group.
+        """
+        started = []
+        for group in self.param_groups:
+            own = self.own_params(group)
+            grads = [p.grad for p in own]
+            buffers = [self.state[p]["momentum_buffer"] for p in own]
+            momentum = self.as_tensor(group["momentum"], own[0])
+            grad_weight = self.as_tensor(1 - group["momentum"], own[0])
+            updates = self.orthogonal_updates(grads, buffers, momentum, grad_weight, group["lerp"],
+                                              group["nesterov"], group["steps"], self.dtype)
+            handle = None
+            if self.world_size > 1:
+                own_updates = updates
+                updates = updates.new_empty(self.world_size * len(own), *updates.shape[1:])
+                handle = dist.all_gather_single(updates, own_updates, async_op=True)
+            started.append((group, updates, handle))
+        return started
 
     @torch.no_grad()
     def finish_updates(self, started: list[tuple], found_inf: Tensor | None = None) -> None:
@@ -1147,7 +1057,8 @@ class Muon(torch.optim.Optimizer):
             self.apply_updates(group["params"], updates, rate, group["weight_decay"], found_inf)
 
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
-        """A Python number would recompile at each new value; compiled kernels take host tensors."""
+        """A compiled function recompiles for each new Python number; it takes tensors of the host.
+        """
         return torch.tensor(value, dtype=p.dtype, device=None if self.compiled else p.device)
 
     @torch.no_grad()
@@ -1249,199 +1160,22 @@ def build_optimizers(hp: Hyperparameters, model: GPT,
 # A step: forward and backward pass of each micro-step, gradients averaged over the ranks, Adam and
 # Muon. On CUDA the host does not wait: it reads a loss while the GPU computes the next step.
 
-def is_reduced_separately(name: str) -> bool:
-    """Whether Trainer.reduce_embeddings averages the gradient of a parameter, and not DDP."""
-    return name.startswith(("embed.", "value_embeds."))
-
-
 def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 108) -> nn.Module:
-    """Average the ranks' gradients, in buckets, during the backward pass.
+    """DDP averages the gradients over the ranks, in buckets, during the backward pass.
 
-    Dynamo cuts the graph at each bucket and cannot fuse across cuts: few buckets, each of four
-    layers of h100, so that the cuts are between layers. The gradients of the embeddings come
-    last, with no backward pass left to hide behind: Trainer.reduce_embeddings averages them.
+    All but those of the embeddings: they come last, with no backward pass left to hide behind, and
+    Trainer.reduce_embeddings averages them. Dynamo cuts the graph at each bucket and cannot fuse
+    across cuts: few buckets, each of four layers of h100, so that the cuts are between layers.
     """
     if hardware.world_size == 1:
         return model
-    names = [name for name, _ in model.named_parameters()
-             if is_reduced_separately(name.removeprefix("_orig_mod."))]  # which torch.compile adds
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    embeddings = [name for name, _ in model.named_parameters() if "embed" in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, embeddings)
     device_ids = [hardware.device] if hardware.device.type == "cuda" else None
     # init_sync=False: all ranks start from the same seed, and check_ranks_agree compares them
     return DistributedDataParallel(model, device_ids=device_ids, init_sync=False,
                                    forward_sync_buffers=False, gradient_as_bucket_view=True,
                                    bucket_cap_mb=bucket_mb)
-
-
-class QueuedStep(NamedTuple):
-    """A step whose metrics the host has not read yet."""
-    step: int
-    metrics: Tensor     # sums over the ranks of what queue_metrics computes
-    is_ready: Callable  # whether they have been copied to the host
-
-
-class Trainer:
-    """The state of a training run, and one step of it."""
-
-    def __init__(self, hp: Hyperparameters, hardware: Hardware, data: Data):
-        self.hp = hp
-        self.hardware = hardware
-        self.data = data
-        torch.manual_seed(hp.seed)
-        self.model = GPT(hp, hardware.dtype, hardware.attention, hardware.flex_options)
-        self.model.to(hardware.device)
-        self.model.micro_steps = data.train.micro_steps
-        self.window = torch.zeros(2, dtype=torch.int32, device=hardware.device)
-        self.optimizers = build_optimizers(hp, self.model, hardware)  # Adam, Muon
-        # the same weights: model holds the state, compiled_model validates, ddp_model trains
-        self.compiled_model = self.model
-        if hardware.compile:
-            self.compiled_model = torch.compile(self.model, dynamic=False, fullgraph=True)
-        self.ddp_model = wrap_ddp(self.compiled_model, hardware)
-        self.stop_requested = False     # by a signal to this rank
-        self.stopping = False           # all ranks learn it in the same step
-        self.unread = collections.deque()   # of QueuedStep
-        self.max_unread = 1 if hardware.device.type == "cuda" else 0
-
-    def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> dict[int, float]:
-        """Queue one optimizer step. Returns {steps done: mean loss} of what could be read.
-
-        On CUDA the metrics of this step are queued, those of the step before are read, and
-        found_inf keeps the weights as they are if this step is not finite: that raises when its
-        metrics are read, a step later. On a CPU they are read at once. `step` counts from 0.
-        """
-        set_schedules(self.hp, step, self.optimizers, self.window)
-        mean_loss = self.accumulate_gradients(batch)
-        reductions = self.reduce_embeddings()
-        adam, muon = self.optimizers
-        muon_updates = muon.start_updates()     # they are gathered while Adam computes
-        for work in reductions:
-            work.wait()
-        found_inf = self.queue_metrics(mean_loss, step)
-        losses = self.read_losses(self.max_unread)  # raises before a weight changes
-        adam.found_inf = found_inf  # above zero: fused Adam changes nothing
-        adam.step()
-        muon.finish_updates(muon_updates, found_inf)
-        self.model.zero_grad(set_to_none=True)
-        return losses
-
-    def accumulate_gradients(self, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Forward and backward passes of the micro-steps. Returns their mean loss."""
-        mean_loss = torch.zeros((), dtype=self.model.loss_dtype, device=self.hardware.device)
-        for micro_step, (inputs, targets) in enumerate(batch, 1):
-            accumulate_only = micro_step < len(batch) and self.hardware.world_size > 1
-            context = self.ddp_model.no_sync() if accumulate_only else contextlib.nullcontext()
-            with context:
-                loss = self.ddp_model(inputs, targets, self.window) / len(batch)
-                mean_loss += loss.detach()
-                if self.hp.sum_loss:  # over the tokens of a sequence; still a mean over sequences
-                    loss = loss * self.hp.sequence_tokens
-                loss.backward()
-        return mean_loss
-
-    def reduce_embeddings(self) -> list:
-        """Start to average the gradients that wrap_ddp leaves out. Returns handles to wait for."""
-        if self.hardware.world_size == 1:
-            return []
-        return [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True)
-                for name, p in self.model.named_parameters() if is_reduced_separately(name)]
-
-    def queue_metrics(self, mean_loss: Tensor, step: int) -> Tensor | None:
-        """Sum loss, gradient norm and stop requests over the ranks, for read_losses.
-
-        Returns found_inf where the host reads them later: above zero if one is not finite.
-        """
-        norms = torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters()]))
-        largest = norms.argmax()  # the parameter whose gradient is not finite, if there is one
-        stop = torch.full_like(mean_loss, self.stop_requested)
-        values = torch.stack([value.type_as(mean_loss)
-                              for value in (mean_loss, norms.norm(), stop, largest)])
-        if self.hardware.device.type == "cuda":
-            if self.hardware.world_size > 1:
-                dist.all_reduce(values)  # the host does not wait for it
-            metrics = torch.empty_like(values, device="cpu", pin_memory=True)
-            metrics.copy_(values, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            self.unread.append(QueuedStep(step, metrics, copied.query))
-        else:
-            all_reduce_sum(values, self.hardware)
-            self.unread.append(QueuedStep(step, values, lambda: True))
-        # 0 · ∞ is NaN, as is 0 · NaN
-        return (0 * values.sum()).isnan().float() if self.max_unread else None
-
-    def read_losses(self, max_unread: int = 0) -> dict[int, float]:
-        """Read queued steps until max_unread are left. Returns {steps done: mean loss}."""
-        losses = {}
-        while len(self.unread) > max_unread:
-            queued = self.unread.popleft()
-            wait_until(queued.is_ready, self.hardware)
-            loss_sum, norm_sum, stops, largest_sum = queued.metrics.tolist()
-            loss = loss_sum / self.hardware.world_size
-            steps_done = queued.step + 1
-            self.stopping = self.stopping or stops > 0
-            if not math.isfinite(loss + norm_sum):
-                names = [name for name, _ in self.model.named_parameters()]
-                largest = names[round(largest_sum / self.hardware.world_size)]  # on every rank
-                reason = f"gradient of {largest} is not finite"
-                if math.isfinite(norm_sum):
-                    reason = "all gradients are finite"
-                what = f"the loss of step {steps_done} is {loss}"
-                raise self.not_finite_error(steps_done, what, reason)
-            losses[steps_done] = loss
-        return losses
-
-    def not_finite_error(self, steps_done: int, what: str,
-                         reason: str = "all parameters are finite") -> UserError:
-        """Names the first parameter that is not finite, else the reason; and the last batch."""
-        wrong = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
-        if wrong:
-            reason = f"parameter {wrong[0]} is not finite"
-        batch_index = max(0, steps_done - 1)
-        shard, index = self.data.train.locate(batch_index)
-        return UserError(f"{what}: {reason}; the batch is {batch_index}, number {index} of "
-                         f"{shard.path}; lower the rates, or replay it from a checkpoint "
-                         "(--save_every)")
-
-    def state_dict(self) -> dict:
-        """All that the rest of the training depends on. A collective: Muon gathers its momentum."""
-        adam, muon = self.optimizers
-        return dict(model=self.model.state_dict(), adam=adam.state_dict(), muon=muon.state_dict(),
-                    batch_index=self.data.train.index, rng_state=torch.random.get_rng_state())
-
-    def load_state_dict(self, state: dict) -> None:
-        """The state of a run with any number of ranks; rates and other settings stay our own."""
-        self.model.load_state_dict(state["model"])
-        for optimizer, name in zip(self.optimizers, ("adam", "muon")):
-            groups = [dict(group) for group in optimizer.param_groups]
-            optimizer.load_state_dict(state[name])
-            for group, ours in zip(optimizer.param_groups, groups):
-                group.update(ours)
-        self.data.train.index = state["batch_index"]
-        torch.random.set_rng_state(state["rng_state"])
-
-    def warm_up(self) -> None:
-        """Compile every path on dummy tokens, with the first and the last window; then restore."""
-        saved = copy_to_host(self.state_dict())  # to the host: the GPU may have no room
-        batch = [self.dummy_sequence(self.hp.sequence_tokens)]
-        for step in (0, self.hp.num_steps - 1):
-            self.step(batch * self.data.train.micro_steps, step)
-        self.read_losses()
-        with torch.no_grad():
-            val_batch = self.dummy_sequence(self.data.val.sequence_tokens)
-            self.compiled_model.eval()
-            self.compiled_model(*val_batch, self.window)
-        self.compiled_model.train()
-        self.load_state_dict(saved)
-
-    def dummy_sequence(self, length: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.arange(length + 1, device=self.hardware.device) % self.hp.vocab_size
-        return tokens[:-1].int(), tokens[1:].long()
-
-
-def copy_to_host(state):
-    """A copy of nested containers with every tensor on the CPU."""
-    return tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), state)
 
 
 class Clock:
@@ -1466,6 +1200,95 @@ class Clock:
         return ms
 
 
+class Trainer:
+    """The state of a training run, and one step of it."""
+
+    def __init__(self, hp: Hyperparameters, hardware: Hardware, data: Data):
+        self.hp = hp
+        self.hardware = hardware
+        self.data = data
+        torch.manual_seed(hp.seed)
+        self.model = GPT(hp, hardware.dtype, hardware.attention, hardware.flex_options)
+        self.model.to(hardware.device)
+        self.model.micro_steps = data.train.micro_steps
+        self.window = torch.zeros(2, dtype=torch.int32, device=hardware.device)
+        self.optimizers = build_optimizers(hp, self.model, hardware)  # Adam, Muon
+        # the same weights three times: ddp_model trains, compiled_model validates, and model,
+        # with parameters under their plain names, is what checkpoints hold
+        self.compiled_model = self.model
+        if hardware.compile:
+            self.compiled_model = torch.compile(self.model, dynamic=False, fullgraph=True)
+        self.ddp_model = wrap_ddp(self.compiled_model, hardware)
+        self.clock = Clock(hardware.device)
+        self.stop_requested = False     # by a signal to this rank
+        self.stopping = False           # all ranks learn it in the same step
+        self.unread = collections.deque()   # metrics of steps that the host has not read yet
+        # 0, or NaN from a loss or gradient on that is not finite
+        self.nan_flag = torch.zeros((), dtype=self.model.loss_dtype, device=hardware.device)
+
+    def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> None:
+        """One optimizer step; `step` counts from 0. read_losses (section 12) returns its loss.
+
+        From a loss or gradient on that is not finite, no step changes a weight; read_losses raises.
+        """
+        adam, muon = self.optimizers
+        set_schedules(self.hp, step, self.optimizers, self.window)
+        mean_loss = self.accumulate_gradients(batch)
+        # the embeddings' gradients are averaged during Newton–Schulz; Muon's updates are gathered
+        # while Adam computes
+        reductions = self.reduce_embeddings()
+        muon_updates = muon.start_updates()
+        for work in reductions:
+            work.wait()
+        metrics = queue_metrics(self, mean_loss, step)          # section 12
+        self.nan_flag.add_(metrics.sum(), alpha=0)              # 0 · ∞ is NaN, as is 0 · NaN
+        found_inf = self.nan_flag.isnan().float()
+        adam.found_inf = found_inf  # at 1 fused Adam changes nothing
+        adam.step()
+        muon.finish_updates(muon_updates, found_inf)
+        self.model.zero_grad(set_to_none=True)
+
+    def accumulate_gradients(self, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Forward and backward passes of the micro-steps. Returns their mean loss."""
+        mean_loss = torch.zeros((), dtype=self.model.loss_dtype, device=self.hardware.device)
+        for micro_step, (inputs, targets) in enumerate(batch, 1):
+            accumulate_only = micro_step < len(batch) and self.hardware.world_size > 1
+            context = self.ddp_model.no_sync() if accumulate_only else contextlib.nullcontext()
+            with context:
+                loss = self.ddp_model(inputs, targets, self.window) / len(batch)
+                mean_loss += loss.detach()
+                if self.hp.sum_loss:  # over the tokens of a sequence; still a mean over sequences
+                    loss = loss * self.hp.sequence_tokens
+                loss.backward()
+        return mean_loss
+
+    def reduce_embeddings(self) -> list:
+        """Start to average the gradients that wrap_ddp leaves out. Returns handles to wait for."""
+        if self.hardware.world_size == 1:
+            return []
+        return [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True)
+                for name, p in self.model.named_parameters() if "embed" in name]
+
+    def state_dict(self) -> dict:
+        """All that the rest of the training depends on. A collective: Muon gathers its momentum."""
+        adam, muon = self.optimizers
+        return dict(model=self.model.state_dict(), adam=adam.state_dict(), muon=muon.state_dict(),
+                    batch_index=self.data.train.index, rng_state=torch.random.get_rng_state(),
+                    clock_ms=self.clock.now())
+
+    def load_state_dict(self, state: dict) -> None:
+        """The state of a run with any number of ranks; rates and other settings stay our own."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, name in zip(self.optimizers, ("adam", "muon")):
+            groups = [dict(group) for group in optimizer.param_groups]
+            optimizer.load_state_dict(state[name])
+            for group, ours in zip(optimizer.param_groups, groups):
+                group.update(ours)
+        self.data.train.index = state["batch_index"]
+        torch.random.set_rng_state(state["rng_state"])
+        self.clock.ms = dict(state["clock_ms"])
+
+
 @dataclass
 class Run:
     """Where a run writes, and the checkpoint that it resumes from."""
@@ -1481,16 +1304,12 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
     """The whole run. Returns the exit code: 0, or 128 + the signal that stopped it."""
     join_group(hardware)
     trainer = Trainer(hp, hardware, data)
-    clock = Clock(hardware.device)
-    start_step = restore(trainer, clock, run.checkpoint) if run.checkpoint else 0
+    clock = trainer.clock
+    start_step = restore(trainer, run.checkpoint) if run.checkpoint else 0
     check_ranks_agree(trainer, start_step)
     log = Logger(run, hp, hardware, data)
     if hp.ngram_order and start_step == 0:
-        clock.switch("train")  # counting is part of the training time
-        counted = count_ngrams(trainer.model.suggestions.ngrams, data.train, hp.num_steps,
-                               hp.ngram_tokens)
-        log.write(f"counted n-grams in {counted:,} tokens in {clock.now()['train']:.0f}ms")
-        clock.switch(None)
+        fill_ngrams(trainer, log)    # section 11
     parameters = sum(p.numel() for p in trainer.model.parameters())
     log.write(f"{parameters:,} parameters, {hp.num_steps:,} steps of {hp.batch_tokens:,} tokens")
     if hardware.compile:
@@ -1502,36 +1321,26 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
     with (SignalHandler(trainer) as signals,
           Saver(run.folder, hardware.rank == 0, start_step) as saver,
           profile_steps(hp, hardware, run.folder) as profiler):
-        # An iteration starts with `step` steps done: it reads what is queued, saves (before the
-        # validation, which may take long), validates, stops, trains. The last one does not train.
+        # `step` steps are done: log, save, validate; then stop, or do the next one
         for step in range(start_step, hp.num_steps + 1):
             last_step = step == hp.num_steps
-            save_due = hp.save_every > 0 and (last_step or step % hp.save_every == 0)
             val_due = last_step or (hp.val_every > 0 and step % hp.val_every == 0)
-            if save_due or val_due or trainer.stopping:
-                losses = trainer.read_losses()
-                log.train_losses(trainer, clock, losses)
+            save_due = hp.save_every > 0 and (last_step or step % hp.save_every == 0)
+            # on CUDA the host reads a loss while the GPU computes the next step
+            read_all = val_due or save_due or hardware.device.type != "cuda"
+            log.train_losses(trainer, read_losses(trainer, keep=0 if read_all else 1))
             if last_step and hp.save_model:
-                saver.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(hp),
-                                            step=step, model=trainer.model.state_dict()))
-            if save_due:
-                save_checkpoint(trainer, saver, log, clock, step)
+                save_model(trainer, saver)
+            if save_due:  # before the validation, which may take long
+                save_checkpoint(trainer, saver, log, step)
             if val_due and not trainer.stopping:
-                clock.switch("val")
-                check_ranks_agree(trainer, step)
-                set_schedules(hp, step, trainer.optimizers, trainer.window)  # for the window
-                result = evaluate(trainer)
-                clock.switch("train")
-                if not trainer.stopping:
-                    log.step(trainer, clock, step, **result)
+                result = validate(trainer, log, step)
             if trainer.stopping:
-                save_checkpoint(trainer, saver, log, clock, step)
-                break
-            if last_step:
+                save_checkpoint(trainer, saver, log, step)
+            if trainer.stopping or last_step:
                 break
             signals.check_launcher()  # stops if torchrun was killed
-            losses = trainer.step(data.train.next_batch(), step)
-            log.train_losses(trainer, clock, losses)
+            trainer.step(data.train.next_batch(), step)
             if profiler:
                 profiler.step()
         clock.switch(None)
@@ -1539,24 +1348,8 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
         saver.wait()
         if trainer.stopping:
             return report_stop(trainer, log, saver, signals, step)
-        finish(trainer, log, clock, result, count_compiled_graphs() - graphs)
+        finish(trainer, log, result, count_compiled_graphs() - graphs)
         return 128 + signals.number if signals.number else 0  # a signal after the last step
-
-
-def warm_up_together(trainer: Trainer) -> None:
-    """Trainer.warm_up on all ranks, which may compile minutes apart."""
-    hardware = trainer.hardware
-    set_timeout(hardware, trainer.hp.timeout + 3600)
-    trainer.warm_up()
-    barrier = torch.zeros(1, dtype=torch.int64, device=hardware.device)
-    all_reduce_sum(barrier, hardware)
-    set_timeout(hardware, trainer.hp.timeout)
-    gc.collect()
-    gc.freeze()  # excludes the compiler's objects from later collections
-
-
-def count_compiled_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 ####################################################################################################
@@ -1564,6 +1357,9 @@ def count_compiled_graphs() -> int:
 ####################################################################################################
 
 # ═══ 8  Logging ═══════════════════════════════════════════════════════════════════════════════════
+
+SEPARATOR = "=" * 100   # between the parts of a log
+
 
 class Logger:
     """Writes log.txt, metrics.jsonl, standard output and a progress bar, on rank 0 only.
@@ -1573,14 +1369,13 @@ class Logger:
 
     def __init__(self, run: Run, hp: Hyperparameters, hardware: Hardware, data: Data):
         self.folder = run.folder
-        self.sinks = {}
+        self.sinks = {}     # where to write, by name; none on other ranks
         self.sizes = {}     # bytes in each file, for checkpoints
         if sys.stdout is None:  # closed by whoever started this process
             sys.stdout = open(os.devnull, "w")
-        shows_bar = hardware.rank == 0 and sys.stdout.isatty()
         start_step = run.checkpoint["step"] if run.checkpoint else 0
         self.bar = tqdm(total=hp.num_steps, initial=start_step, unit="step", dynamic_ncols=True,
-                        file=sys.stdout, disable=not shows_bar)
+                        file=sys.stdout, disable=hardware.rank != 0 or not sys.stdout.isatty())
         if hardware.rank != 0:
             return
         self.sinks["standard output"] = sys.stdout
@@ -1588,7 +1383,7 @@ class Logger:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in ("log.txt", "metrics.jsonl"):
                 file = open(self.folder / name, "a", encoding="utf-8")
-                # the lines after the checkpoint will be written again
+                # what follows the checkpoint is written again; min: a log that failed is shorter
                 size = min(run.log_sizes.get(name, 0), file.tell())
                 file.truncate(size)
                 self.sinks[name] = file
@@ -1598,7 +1393,7 @@ class Logger:
     def write_start(self, run: Run, hp: Hyperparameters, hardware: Hardware, data: Data) -> None:
         """All that is needed to repeat the run: source, command, hyperparameters, machine, data."""
         commit = command_output("git", "rev-parse", "HEAD")
-        dirty = bool(command_output("git", "status", "--porcelain", "-uno"))
+        dirty = command_output("git", "status", "--porcelain", "-uno") != ""
         source_sha256 = hashlib.sha256(run.source.encode()).hexdigest()
         program = [f"command: {' '.join(sys.argv)}",
                    f"commit: {commit or 'unknown'}{' (dirty)' if dirty else ''}",
@@ -1608,10 +1403,10 @@ class Logger:
             self.put("log.txt", "\n".join(program))
         else:
             values = asdict(hp)
-            shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
-                      for shard in (*data.train.shards, *data.val.shards)}
             settings = [f"{name}: {value!r}  # {hp.origins[name]}"
                         for name, value in values.items()]
+            shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
+                      for shard in (*data.train.shards, *data.val.shards)}
             files = [f"shard: {path} {shard['tokens']:,} tokens sha256 "
                      f"{shard['sha256'] or 'unknown'}" for path, shard in shards.items()]
             self.put("log.txt", "\n".join([run.source, SEPARATOR, *program, *settings, *machine,
@@ -1619,7 +1414,7 @@ class Logger:
             self.record(start=True, command=sys.argv, commit=commit or None, dirty=dirty,
                         source_sha256=source_sha256, hyperparameters=values, origins=hp.origins,
                         environment=machine, shards=shards)
-        self.write(*machine, *describe_preset(hp), *run.notes)
+        self.write(*machine, *describe_preset(hp), *run.notes)  # again, for the screen
 
     def write(self, *lines: str) -> None:
         self.put("log.txt", "\n".join(lines))
@@ -1644,38 +1439,38 @@ class Logger:
             del self.sinks[name]
             warn(f"{name} can no longer be written ({reason_of(error)})")
 
-    def train_losses(self, trainer: Trainer, clock: Clock, losses: dict[int, float]) -> None:
-        for step, loss in losses.items():
-            self.step(trainer, clock, step, train_loss=loss)
-
-    def step(self, trainer: Trainer, clock: Clock, step: int, **values) -> None:
-        """A line of both logs every log_every steps and for every validation; moves the bar.
-
-        The values hold train_loss or val_loss.
-        """
+    def train_losses(self, trainer: Trainer, losses: dict[int, float]) -> None:
+        """Move the bar, and log a step every log_every steps."""
         hp = trainer.hp
-        is_validation = "val_loss" in values
-        name = "val_loss" if is_validation else "train_loss"
-        loss = values[name]
-        train_ms = clock.now()["train"]
-        tokens_per_second = 1000 * step * hp.batch_tokens / max(train_ms, 1)
-        self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s",
-                                 refresh=False)
-        self.bar.update(step - self.bar.n)
-        if not is_validation and step % hp.log_every != 0 and step not in (1, hp.num_steps):
-            return
-        average = train_ms / step if step else math.nan
-        line = (f"step:{step}/{hp.num_steps} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
-                f"step_avg:{average:.2f}ms")
-        self.put("log.txt", line)
-        if is_validation or self.bar.disable:  # else the bar shows it
-            self.put("standard output", line)
-        schedule_step = step if is_validation else step - 1  # steps count from 0 in schedules
+        for step, loss in losses.items():
+            tokens_per_second = 1000 * step * hp.batch_tokens / trainer.clock.now()["train"]
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s",
+                                     refresh=False)
+            self.bar.update(step - self.bar.n)
+            if step % hp.log_every == 0 or step in (1, hp.num_steps):
+                # with the schedules of the step that was just done, which counts from 0
+                line = self.step(trainer, step, schedule_step=step - 1, train_loss=loss)
+                self.put("log.txt", line)
+                if self.bar.disable:  # else the bar shows it
+                    self.put("standard output", line)
+
+    def val_loss(self, trainer: Trainer, step: int, result: dict) -> None:
+        self.write(self.step(trainer, step, schedule_step=step, **result))
+
+    def step(self, trainer: Trainer, step: int, schedule_step: int, **values) -> str:
+        """Record a training or validation loss in metrics.jsonl. Returns the line for log.txt."""
+        hp = trainer.hp
+        times_ms = trainer.clock.now()
         rates = {kind: rate * rate_at(hp, schedule_step) for kind, rate in base_rates(hp).items()}
         window = [size if size < NO_LIMIT else None for size in window_at(hp, schedule_step)]
         self.record(step=step, tokens=step * hp.batch_tokens, **values, rates=rates,
-                    momentum=momentum_at(hp, schedule_step), window=window, times_ms=clock.now(),
+                    momentum=momentum_at(hp, schedule_step), window=window, times_ms=times_ms,
                     memory_mib=peak_memory_mib(trainer.hardware.device))
+        name = "val_loss" if "val_loss" in values else "train_loss"
+        train_ms = times_ms["train"]
+        average = train_ms / step if step else math.nan
+        return (f"step:{step}/{hp.num_steps} {name}:{values[name]:.4f} train_time:{train_ms:.0f}ms "
+                f"step_avg:{average:.2f}ms")
 
 
 def profile_steps(hp: Hyperparameters, hardware: Hardware, folder: Path):
@@ -1701,13 +1496,12 @@ def peak_memory_mib(device: torch.device) -> float:
 
 def environment(hardware: Hardware) -> list[str]:
     """The software and the machine in two lines, of which records/logs.py reads the second."""
-    device_name = platform.processor() or platform.machine()
+    device_name = platform.machine()
     driver = None
     if hardware.device.type == "cuda":
         device_name = torch.cuda.get_device_name()
-        versions = command_output("nvidia-smi", "--query-gpu=driver_version",
-                                  "--format=csv,noheader")
-        driver = versions.partition("\n")[0]  # of the first GPU
+        driver = command_output("nvidia-smi", "--id=0", "--query-gpu=driver_version",
+                                "--format=csv,noheader")
     elif sys.platform == "linux":
         model_name = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
         device_name = model_name[1] if model_name else device_name
@@ -1739,13 +1533,19 @@ def command_output(*command: str) -> str:
 
 # ═══ 9  Checkpoints ═══════════════════════════════════════════════════════════════════════════════
 
+CHECKPOINT_FORMAT = 2
+# Entries of a checkpoint that a model.pt does not have.
+TRAINING_STATE = {"step", "adam", "muon", "batch_index", "rng_state", "clock_ms", "origins",
+                  "log_sizes"}
+
+
 class Saver:
     """Writes files in a background thread: training waits only for a copy to the host."""
 
-    def __init__(self, folder: Path, enabled: bool, saved_step: int = 0):
+    def __init__(self, folder: Path, enabled: bool, start_step: int = 0):
         self.folder = folder
-        self.enabled = enabled
-        self.saved_step = saved_step    # of the last checkpoint
+        self.enabled = enabled          # on rank 0
+        self.saved_step = start_step    # of the last checkpoint, or where the run starts
         self.thread = ThreadPoolExecutor(1)
         self.pending = None     # the last file, perhaps still being written
         self.failed = False     # the last file could not be written
@@ -1775,40 +1575,43 @@ class Saver:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            if keep:  # later steps are damaged files that resume has skipped: they do not count
+            if keep:  # a file of a later step is a damaged one that resume skipped: not counted
                 older = [old for old in checkpoints(self.folder) if step_of(old) <= step_of(path)]
                 for old in older[:-keep]:
                     old.unlink(missing_ok=True)
             self.failed = False
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+        except (OSError, RuntimeError) as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             if not self.failed:
-                reason = error.__context__ or error  # what caused PyTorch's RuntimeError
+                reason = error.__context__ or error  # PyTorch wraps the OSError of a full disk
                 warn(f"{path} could not be written ({reason_of(reason)})")
             self.failed = True
 
 
-def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, clock: Clock, step: int) -> None:
-    """A collective: all ranks take part, rank 0 copies and writes. Skips a step that is saved."""
+def save_model(trainer: Trainer, saver: Saver) -> None:
+    hp = trainer.hp
+    saver.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(hp),
+                                step=hp.num_steps, model=trainer.model.state_dict()))
+
+
+def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, step: int) -> None:
+    """A collective: all ranks take part, rank 0 copies and writes."""
     if step == saver.saved_step:
         return
     saver.saved_step = step
-    parameter_norm = torch.nn.utils.get_total_norm(trainer.model.parameters())
-    if not parameter_norm.isfinite():
-        raise trainer.not_finite_error(step, f"no checkpoint of step {step}")
     saver.wait()  # at most one copy of the state at a time
     state = trainer.state_dict()
     if saver.enabled:
         about = dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(trainer.hp),
-                     origins=trainer.hp.origins, step=step, clock_ms=clock.now(),
-                     log_sizes=dict(log.sizes))
+                     origins=trainer.hp.origins, step=step, log_sizes=dict(log.sizes))
         saver.save(f"checkpoint_{step:07d}.pt", about | copy_to_host(state),
                    trainer.hp.keep_checkpoints)
 
 
-# Entries of a checkpoint that a model.pt does not have.
-TRAINING_STATE = {"adam", "muon", "batch_index", "rng_state", "origins", "clock_ms", "log_sizes"}
+def copy_to_host(state):
+    """A copy of nested containers with every tensor on the CPU."""
+    return tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), state)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -1820,7 +1623,7 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("checkpoint_"))
 
 
-def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
+def read_checkpoint(path: Path, to_resume: bool = False) -> dict:
     """A checkpoint or a model.pt. Nothing in it is executed; its tensors are memory-mapped."""
     with explained(f"{path} cannot be loaded", "give another checkpoint or model.pt"):
         with zipfile.ZipFile(path) as archive:
@@ -1830,35 +1633,26 @@ def read_checkpoint(path: Path, with_training_state: bool = False) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if state["format"] != CHECKPOINT_FORMAT:
             raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
-        state["step"] = int(state["step"])
         saved = state["hyperparameters"]
         missing = FIELDS.keys() - MAY_CHANGE_ON_RESUME - saved.keys()
         if missing:  # the default of this file could change the training
             raise ValueError("an older train_gpt.py wrote it, without "
                              f"{', '.join(sorted(missing))}")
         state["hyperparameters"] = {name: saved[name] for name in FIELDS if name in saved}
-        validate(Hyperparameters(**state["hyperparameters"]))
+        check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
         missing = TRAINING_STATE - state.keys()
-        if with_training_state and missing:  # a model.pt, say
+        if to_resume and missing:  # a model.pt, say
             raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
         return state
 
 
-def restore(trainer: Trainer, clock: Clock, checkpoint: dict) -> int:
+def restore(trainer: Trainer, checkpoint: dict) -> int:
     """Continue from a checkpoint. Returns the step to start at."""
     step = checkpoint["step"]
-    if step > trainer.hp.num_steps:
-        raise UserError(f"--num_steps={trainer.hp.num_steps}: the checkpoint is of step {step}; "
-                        f"give at least --num_steps={step}")
+    require(trainer.hp, step <= trainer.hp.num_steps, "num_steps",
+            f"at least {step}, the step of the checkpoint")
     with explained("the checkpoint does not fit", "give one of this training"):
         trainer.load_state_dict(copy_to_host(checkpoint))  # its file may be deleted during the run
-        adam, muon = trainer.optimizers
-        states = {p: adam.state[p] for group in adam.param_groups for p in group["params"]}
-        states |= {p: muon.state[p] for p in muon.all_own_params()}
-        for p, state in states.items():
-            if {x.shape for name, x in state.items() if name != "step"} != {p.shape}:
-                raise ValueError("the state of an optimizer is missing or of another shape")
-        clock.ms = {kind: float(checkpoint["clock_ms"][kind]) for kind in clock.ms}
     return step
 
 
@@ -1868,60 +1662,66 @@ def find_run(hp: Hyperparameters) -> Run:
     resume = Path(hp.resume)
     new_id = f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{uuid.uuid4().hex[:8]}"
     run = Run(logs / (hp.run_id or new_id))
+    # ranks that torchrun restarts get the same options, and continue what they began
+    continues = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
     if hp.resume == "auto":
+        continues = True
         saved = list(logs.glob("*/checkpoint_*[0-9].pt"))
         if saved and not hp.run_id:  # the run that was saved last
             run.folder = max(saved, key=os.path.getmtime).parent
-        return resume_newest(run.folder)
-
-    if hp.resume and resume.is_dir():
+    elif hp.resume and resume.is_dir():
+        continues = True
+        run.folder = resume
         if not checkpoints(resume):
             raise UserError(f"--resume={resume}: there is no checkpoint; give another folder")
-        return resume_newest(resume)
-
-    if hp.resume:  # a new run from a checkpoint
-        run.checkpoint = read_checkpoint(resume, with_training_state=True)
+    elif hp.resume:  # a new run from a checkpoint
+        run.checkpoint = read_checkpoint(resume, to_resume=True)
         step = run.checkpoint["step"]
-        run.notes.append(f"resuming from {resume}, step {step}")
+        run.notes = [f"resuming from {resume}, step {step}"]
         if not hp.run_id:
             old_folder = resume.resolve().parent
             run.folder = old_folder.with_name(f"{old_folder.name}_from_{step}")
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted the ranks
-        return resume_newest(run.folder) if checkpoints(run.folder) else run
-    if (run.folder / "log.txt").exists() or checkpoints(run.folder):
+
+    if continues:
+        resume_newest(run)
+        if not run.checkpoint:
+            run.notes = ["no checkpoint to resume from: a new run"]
+    elif (run.folder / "log.txt").exists() or checkpoints(run.folder):
         raise UserError(f"{run.folder} holds a run already; continue it with "
                         f"--resume={run.folder}, or give another --run_id")
     return run
 
 
-def resume_newest(folder: Path) -> Run:
-    """From the newest checkpoint that is not damaged; where there is none, a new run."""
-    notes = []
-    for path in reversed(checkpoints(folder)):
+def resume_newest(run: Run) -> None:
+    """Find the newest checkpoint in the run's folder that is not damaged, if there is any."""
+    skipped = []
+    for path in reversed(checkpoints(run.folder)):
         try:
-            checkpoint = read_checkpoint(path, with_training_state=True)
+            run.checkpoint = read_checkpoint(path, to_resume=True)
         except UserError as error:
-            notes.append(f"skipped: {error}")
+            skipped.append(f"skipped: {error}")
             continue
-        notes.append(f"resuming from {path}, step {checkpoint['step']}")
-        return Run(folder, checkpoint, checkpoint["log_sizes"], notes)
-    if notes:
-        raise UserError(f"{folder} cannot be resumed: {'; '.join(notes)}")
-    if (folder / "model.pt").exists():
-        raise UserError(f"{folder} holds a finished run without checkpoints; give another --run_id")
-    return Run(folder, notes=["no checkpoint to resume from: a new run"])
+        run.log_sizes = run.checkpoint["log_sizes"]
+        run.notes = [*skipped, f"resuming from {path}, step {run.checkpoint['step']}"]
+        return
+    if skipped:
+        raise UserError(f"{run.folder} cannot be resumed: {'; '.join(skipped)}")
+    if (run.folder / "model.pt").exists():
+        raise UserError(f"{run.folder} holds a finished run without checkpoints; give another "
+                        "--run_id")
 
 
 def load_model(path: str, hardware: Hardware) -> GPT:
     """The model of a model.pt, a checkpoint or a run's folder, with its own hyperparameters."""
     file = Path(path)
     if file.is_dir():
-        saved = [file / "model.pt"] if (file / "model.pt").is_file() else checkpoints(file)
-        file = saved[-1] if saved else file / "model.pt"
+        saved = [*checkpoints(file), file / "model.pt"]
+        file = next(path for path in reversed(saved) if path.exists() or len(saved) == 1)
     state = read_checkpoint(file)
     hp = Hyperparameters(**state["hyperparameters"])
-    hp.sequence_tokens = min(hp.sequence_tokens, 2**16)  # bounds the rotary table and the context
+    # the rotary table is as long as the longest of both, and a file may claim any length
+    hp.sequence_tokens = min(hp.sequence_tokens, 2**16)
     hp.val_sequence_tokens = 0
     with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
         model = GPT(hp, hardware.dtype, "banded")
@@ -1930,6 +1730,18 @@ def load_model(path: str, hardware: Hardware) -> GPT:
 
 
 # ═══ 10  Evaluation ═══════════════════════════════════════════════════════════════════════════════
+
+def validate(trainer: Trainer, log: Logger, step: int) -> dict:
+    """Evaluate with the window of this step, and log the result."""
+    trainer.clock.switch("val")
+    check_ranks_agree(trainer, step)
+    set_schedules(trainer.hp, step, trainer.optimizers, trainer.window)
+    result = evaluate(trainer)
+    trainer.clock.switch("train")
+    if not trainer.stopping:
+        log.val_loss(trainer, step, result)
+    return result
+
 
 @torch.no_grad()
 def evaluate(trainer: Trainer) -> dict:
@@ -1942,42 +1754,37 @@ def evaluate(trainer: Trainer) -> dict:
     loader = trainer.data.val
     num_sequences = hp.val_tokens // loader.sequence_tokens
     first = hp.val_start // loader.sequence_tokens
-    loader.index = first + hardware.rank  # the ranks take turns
-    # of the loss, the tokens of text, the requests to stop
-    totals = torch.zeros(3, dtype=widest_dtype(hardware), device=hardware.device)
+    loss_sum = 0.0
+    text_tokens = 0
+    loader.index = first + hardware.rank
     trainer.compiled_model.eval()
     while loader.index < first + num_sequences and not trainer.stop_requested:
-        (inputs, targets), = loader.next_batch(stride=hardware.world_size)
-        loss = trainer.compiled_model(inputs, targets, trainer.window)
-        totals[0] += loss
-        totals[1] += (targets != hp.document_token).sum()
+        (inputs, targets), = loader.next_batch(stride=hardware.world_size)  # the ranks take turns
+        loss_sum += trainer.compiled_model(inputs, targets, trainer.window).item()
+        text_tokens += (targets != hp.document_token).sum().item()
     trainer.compiled_model.train()
-    totals[2] = trainer.stop_requested
+    totals = torch.tensor([loss_sum, text_tokens, trainer.stop_requested], dtype=torch.float64)
     loss_sum, text_tokens, stops = all_reduce_sum(totals, hardware)
     trainer.stopping = stops > 0
-    if hp.is_byte_level:
-        text_bytes = text_tokens
-    else:
-        text_bytes = (trainer.data.bytes_per_token or 0) * hp.val_tokens
     val_loss = loss_sum / num_sequences
     if not math.isfinite(val_loss) and not trainer.stopping:
-        raise trainer.not_finite_error(trainer.data.train.index,
-                                       f"the validation loss is {val_loss}")
-    nats = loss_sum * loader.sequence_tokens
-    bits_per_byte = nats / text_bytes / math.log(2) if text_bytes else None
+        raise not_finite_error(trainer, trainer.data.train.index,
+                               f"the validation loss is {val_loss}")
+    bytes_per_token = trainer.data.bytes_per_token
+    if hp.is_byte_level:
+        bytes_per_token = text_tokens / hp.val_tokens
+    bits_per_byte = None
+    if bytes_per_token:
+        bits_per_byte = val_loss / math.log(2) / bytes_per_token
     return dict(val_loss=val_loss, bits_per_byte=bits_per_byte)
-
-
-def widest_dtype(hardware: Hardware) -> torch.dtype:
-    return torch.float32 if hardware.device.type == "mps" else torch.float64  # MPS has no float64
 
 
 def text_codec(hp: Hyperparameters) -> tuple:
     """(text → tokens, tokens → text): bytes, or GPT-2's vocabulary."""
     if hp.is_byte_level:
-        def decode(tokens):
+        def decode(tokens: list[int]) -> str:
             return bytes(token for token in tokens if token < 256).decode(errors="replace")
-        return (lambda text: list(text.encode())), decode
+        return lambda text: [*text.encode()], decode
     with data_module("vocabulary") as vocabulary:
         return vocabulary.gpt2_codec()
 
@@ -2013,52 +1820,54 @@ def sample(model: GPT, prompt: str, settings: Hyperparameters) -> str:
             tokens.append(torch.multinomial(probs, 1, generator=generator).item())
         else:
             tokens.append(logits.argmax().item())
-    pieces = itertools.groupby(tokens[1:], key=lambda token: token == hp.document_token)
-    return "".join("\n\n" if is_start else decode(list(piece)) for is_start, piece in pieces)
+    # a run of document tokens is a blank line
+    runs = itertools.groupby(tokens[1:], key=lambda token: token == hp.document_token)
+    text = "".join("\n\n" if is_start else decode(list(run)) for is_start, run in runs)
+    return escape_control_characters(text)
 
 
 @torch.no_grad()
-def score_hellaswag(folder: str, model: GPT, hardware: Hardware) -> dict:
+def score_hellaswag(folder: str, model: GPT) -> dict:
     hp = model.hp
-    window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=hardware.device)
+    device = model.skip_weights.device
+    window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=device)
 
     def token_losses(tokens: np.ndarray) -> np.ndarray:
-        inputs = torch.from_numpy(tokens).to(hardware.device)
+        inputs = torch.from_numpy(tokens).to(device)
         logits = model(inputs, None, window)
         return F.cross_entropy(logits[:-1], inputs[1:], reduction="none").cpu().double().numpy()
 
-    def sum_over_ranks(losses: np.ndarray) -> np.ndarray:
-        values = torch.from_numpy(losses).to(hardware.device, widest_dtype(hardware))
-        return np.array(all_reduce_sum(values, hardware))
-
     with data_module("hellaswag") as hellaswag:
         tasks = hellaswag.read_tasks(folder, hp.vocab_size, hp.document_token)
-        return hellaswag.score(tasks, token_losses, hp.sequence_tokens, hp.document_token,
-                               hardware.rank, hardware.world_size, sum_over_ranks)
+        return hellaswag.score(tasks, token_losses, hp.sequence_tokens, hp.document_token)
 
 
-def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles: int) -> None:
-    """Log the final loss, times, memory, HellaSwag's score, a sample, and where the files are."""
+def finish(trainer: Trainer, log: Logger, result: dict, recompiles: int) -> None:
+    """Log the final loss, times, memory, HellaSwag's score, a sample, and where the files are.
+
+    On rank 0, without collectives: the other ranks have left.
+    """
+    if trainer.hardware.rank != 0:
+        return
     hp = trainer.hp
     trainer.model.attention = "banded"  # what follows is not compiled
     model = trainer.model.eval()
     if hp.hellaswag:
-        score = score_hellaswag(hp.hellaswag, model, trainer.hardware)
+        score = score_hellaswag(hp.hellaswag, model)
         log.write(score["line"])
         log.record(hellaswag=score["hellaswag"], tasks=score["tasks"])
-    if trainer.hardware.rank != 0:
-        return
     bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     reached = "reached" if result["val_loss"] <= hp.target_loss else "not reached"
     target = f" (target {hp.target_loss} {reached})" if hp.target_loss else ""
-    clocks = ", ".join(f"{kind} {ms / 1000:.1f} s" for kind, ms in clock.ms.items())
+    times_ms = trainer.clock.ms
+    clocks = ", ".join(f"{kind} {ms / 1000:.1f} s" for kind, ms in times_ms.items())
     memory_mib = peak_memory_mib(trainer.hardware.device)
     log.write(f"final validation loss {result['val_loss']:.4f}{bits}{target} after "
               f"{hp.num_steps * hp.batch_tokens:,} tokens", f"clocks: {clocks}",
               f"recompiles after warm-up: {recompiles}; peak memory: {memory_mib:,.0f} MiB")
-    log.record(end=True, **result, recompiles=recompiles, times_ms=clock.ms)
+    log.record(end=True, **result, recompiles=recompiles, times_ms=times_ms)
     try:
-        log.write("sample:", escape_control_characters(sample(model, "", hp)))
+        log.write("sample:", sample(model, "", hp))
     except UserError as error:
         log.write(f"no sample: {error}")
     log.write(f"log: {log.folder / 'log.txt'}")
@@ -2066,7 +1875,9 @@ def finish(trainer: Trainer, log: Logger, clock: Clock, result: dict, recompiles
         log.write(f"model: {log.folder / 'model.pt'}")
 
 
-# ═══ 11  Suggestions for the next token (the laptop run): n-grams, copies of earlier text ═════════
+# ═══ 11  What only some runs use ══════════════════════════════════════════════════════════════════
+
+# ── the laptop run: n-grams and copies of earlier text suggest the next token ─────────────────────
 
 MAX_SUCCESSORS = 32     # kept of each context
 TOKEN_BITS = 9          # of each token in the integer of a context
@@ -2083,9 +1894,10 @@ class NGrams(nn.Module):
     a token is (count − discount) / total, and what the discounts leave over goes to the next
     shorter context.
 
-    The table of an order has its contexts, sorted, as integers of 9 bits a token; for each of them
-    where its successors start; and the successors with their probabilities, the most frequent
-    first. These two end in MAX_SUCCESSORS zeros, so that as many can be read from any start.
+    The table of an order has its contexts, sorted, as integers of 9 bits a token, the newest token
+    in the highest bits (so that >> drops the oldest); for each of them where its successors start;
+    and the successors with their probabilities, the most frequent first. These two end in
+    MAX_SUCCESSORS zeros, so that as many can be read from any start.
     """
 
     def __init__(self, order: int, vocab_size: int):
@@ -2113,30 +1925,33 @@ class NGrams(nn.Module):
     @torch.no_grad()
     def forward(self, inputs: Tensor, documents: Tensor) -> Tensor:
         """The probabilities of every token after each input: [tokens, vocabulary]."""
-        num_tokens = len(inputs)
-        total = self.unigrams.new_zeros(num_tokens, len(self.unigrams))
-        backoff_weight = total.new_ones(num_tokens, 1)  # what all longer contexts leave over
+        mixture = self.unigrams.new_zeros(len(inputs), len(self.unigrams))
+        left_over = mixture.new_ones(len(inputs), 1)  # what all longer contexts leave over
         numbers = torch.arange(MAX_SUCCESSORS, device=inputs.device)
         context = torch.zeros_like(inputs, dtype=torch.int64)
         for back in range(self.order):
             context = (context << TOKEN_BITS) | shifted(inputs, back)
         for n in range(self.order, 0, -1):
-            contexts, starts, successors, probs = (
-                getattr(self, f"{name}_{n}")
-                for name in ("contexts", "starts", "successors", "probs"))
+            contexts = getattr(self, f"contexts_{n}")
+            starts = getattr(self, f"starts_{n}")
             in_document = documents == shifted(documents, n - 1, -1)
             row = torch.searchsorted(contexts, context).clamp(max=len(contexts) - 1)
             found = in_document & (contexts[row] == context)
             start = starts[row]
             length = torch.where(found, starts[row + 1] - start, 0)
             # one gather of MAX_SUCCESSORS entries for each token: a step takes 3 % less time
-            successor, prob = (entries.unfold(0, MAX_SUCCESSORS, 1).index_select(0, start)
-                               for entries in (successors, probs))
-            prob = torch.where(numbers < length[:, None], prob.to(total.dtype), 0.0)
-            total.scatter_add_(1, successor.long(), backoff_weight * prob)
-            backoff_weight = backoff_weight * (1 - prob.sum(dim=1, keepdim=True)).clamp(min=1e-4)
+            successor = windows(getattr(self, f"successors_{n}")).index_select(0, start)
+            prob = windows(getattr(self, f"probs_{n}")).index_select(0, start)
+            prob = torch.where(numbers < length[:, None], prob.to(mixture.dtype), 0.0)
+            mixture.scatter_add_(1, successor.long(), left_over * prob)
+            left_over = left_over * (1 - prob.sum(dim=1, keepdim=True)).clamp(min=1e-4)
             context = context >> TOKEN_BITS  # without the oldest token
-        return total.addcmul_(backoff_weight, self.unigrams)
+        return mixture.addcmul_(left_over, self.unigrams)
+
+
+def windows(x: Tensor) -> Tensor:
+    """Row i: the MAX_SUCCESSORS entries of x from i on. A view."""
+    return x.unfold(0, MAX_SUCCESSORS, 1)
 
 
 def shifted(x: Tensor, back: int, fill: int = 0) -> Tensor:
@@ -2164,8 +1979,7 @@ def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[T
     repeated = sorted_keys[:, 1:] == sorted_keys[:, :-1]
     earlier = torch.full_like(order, -1)
     earlier.scatter_(1, order[:, 1:], torch.where(repeated, order[:, :-1], -1))
-    token = inputs[(earlier + 1).clamp(max=num_tokens - 1)].long()
-    return token.T, (earlier >= 0).T
+    return inputs[earlier + 1].long().T, (earlier >= 0).T
 
 
 class Suggestions(nn.Module):
@@ -2191,25 +2005,21 @@ class Suggestions(nn.Module):
         for p in self.parameters():
             nn.init.zeros_(p)
 
-    def find(self, inputs: Tensor, documents: Tensor) -> tuple[Tensor | None, tuple | None]:
-        """(probabilities of every token by n-grams, (token, found) of last_followers)"""
+    def add_to_embedding(self, x: Tensor, inputs: Tensor,
+                         documents: Tensor) -> tuple[Tensor, Tensor | None, tuple | None]:
+        """Returns also what add_to_logits takes: the n-grams' probabilities, and the copies."""
         probs = None
         copies = None
         if self.ngrams is not None:
             probs = self.ngrams(inputs, documents)
+            x = x + probs.type_as(x) @ self.ngram_embed.weight.type_as(x)
         if self.copy_lengths:
             copies = last_followers(inputs, documents, self.copy_lengths)
-        return probs, copies
-
-    def add_to_embedding(self, x: Tensor, probs: Tensor | None, copies: tuple | None) -> Tensor:
-        if probs is not None:
-            x = x + probs.type_as(x) @ self.ngram_embed.weight.type_as(x)
-        if copies is not None:
             token, found = copies
             table = torch.arange(token.size(1), device=token.device)
             row = torch.where(found, table * self.vocab_size + token, self.copy_embed.padding_idx)
             x = x + self.copy_embed(row).type_as(x)
-        return x
+        return x, probs, copies
 
     def add_to_logits(self, logits: Tensor, x: Tensor, probs: Tensor | None,
                       copies: tuple | None) -> Tensor:
@@ -2225,6 +2035,17 @@ class Suggestions(nn.Module):
 
 # ── n-grams are counted once, before the first step ───────────────────────────────────────────────
 
+def fill_ngrams(trainer: Trainer, log: Logger) -> None:
+    """Count, as part of the training time."""
+    hp = trainer.hp
+    clock = trainer.clock
+    clock.switch("train")
+    counted = count_ngrams(trainer.model.suggestions.ngrams, trainer.data.train, hp.num_steps,
+                           hp.ngram_tokens)
+    log.write(f"counted n-grams in {counted:,} tokens in {clock.now()['train']:.0f}ms")
+    clock.switch(None)
+
+
 def count_ngrams(ngrams: NGrams, loader: Loader, num_batches: int, limit: int) -> int:
     """Fill the tables from `limit` tokens that the batches do not read. Returns their number.
 
@@ -2233,7 +2054,7 @@ def count_ngrams(ngrams: NGrams, loader: Loader, num_batches: int, limit: int) -
     """
     order = ngrams.order
     spans = [(shard, start, length)
-             for shard, start, length in loader.unused(num_batches, limit)
+             for shard, start, length in unused_spans(loader, num_batches, limit)
              if length > order]
     if not spans:
         return 0
@@ -2247,6 +2068,25 @@ def count_ngrams(ngrams: NGrams, loader: Loader, num_batches: int, limit: int) -
     unigrams[keys] += counts
     ngrams.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
     return sum(length for _, _, length in spans)
+
+
+def unused_spans(loader: Loader, num_batches: int, limit: int) -> list[tuple[Shard, int, int]]:
+    """Spans that the first `num_batches` batches do not read, `limit` tokens at most in total.
+
+    Each is (shard, start, length), and follows what is read of a lane.
+    """
+    read = {*loader.batches[:num_batches]}  # a set: epochs repeat batches
+    batches_read = collections.Counter(shard for shard, _ in read)
+    num_lanes = loader.batch_tokens // loader.segment_tokens
+    spans = []
+    for shard in dict.fromkeys(loader.shards):
+        lane_tokens = tokens_per_lane(shard, num_lanes)
+        first = batches_read[shard] * loader.segment_tokens + 1  # 1: the last target
+        length = min(lane_tokens - first, limit // num_lanes)  # an equal part of each lane
+        if length > 0:
+            spans += [(shard, lane * lane_tokens + first, length) for lane in range(num_lanes)]
+            limit -= length * num_lanes
+    return spans
 
 
 def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
@@ -2277,10 +2117,9 @@ def tabulate(keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
     successor = keys & TOKEN_MASK
     pairs = np.sort((row << (COUNT_BITS + TOKEN_BITS)) | (rarity << TOKEN_BITS) | successor)
     counts = highest - ((pairs >> TOKEN_BITS) & highest)
-    starts = np.cumsum(num_successors) - num_successors
-    totals = np.add.reduceat(counts, starts)
-    probs = (counts - discounts(counts)) / totals[row]
-    kept = np.arange(len(pairs)) - starts[row] < MAX_SUCCESSORS
+    first = np.cumsum(num_successors) - num_successors      # pair of each context
+    probs = (counts - discounts(counts)) / np.add.reduceat(counts, first)[row]
+    kept = np.arange(len(pairs)) - first[row] < MAX_SUCCESSORS
     starts = np.cumsum(np.minimum(num_successors, MAX_SUCCESSORS))
     successors = torch.from_numpy((pairs[kept] & TOKEN_MASK).astype(np.int16))
     probs = torch.from_numpy(probs[kept].astype(np.float16))
@@ -2292,13 +2131,13 @@ def tabulate(keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
 
 def discounts(counts: np.ndarray) -> np.ndarray:
     """Modified Kneser–Ney's discount of each count, from how many counts are 1, 2, 3 and 4."""
-    ones, twos, threes, fours = (max(1, np.count_nonzero(counts == count))
-                                 for count in (1, 2, 3, 4))
-    y = ones / (ones + 2 * twos)
-    of_one = min(max(1 - 2 * y * twos / ones, 0.1), 0.9)
-    of_two = min(max(2 - 3 * y * threes / twos, 0.1), 1.9)
-    of_three_or_more = min(max(3 - 4 * y * fours / threes, 0.1), 2.9)
-    return np.array([0, of_one, of_two, of_three_or_more])[np.minimum(counts, 3)]
+    number = [max(1, np.count_nonzero(counts == count)) for count in range(5)]
+    y = number[1] / (number[1] + 2 * number[2])
+    discount = [0.0]
+    for count in (1, 2, 3):  # 3 or more
+        estimate = count - (count + 1) * y * number[count + 1] / number[count]
+        discount.append(min(max(estimate, 0.1), count - 0.1))
+    return np.array(discount)[np.minimum(counts, 3)]
 
 
 def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -2310,69 +2149,213 @@ def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values[first], np.diff(first, append=len(values))
 
 
+# ── the output head in FP8, on GPUs from H100 on ──────────────────────────────────────────────────
+
+class Float8Matmul(torch.autograd.Function):
+    """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
+
+    x is normed, so that no entry is above √model_dim, and the gradient of a token's loss is 1 at
+    most: with the default scales neither overflows. Weights beyond ±24 saturate.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, x_scale: float, weight_scale: float,
+                grad_scale: float) -> Tensor:
+        x8 = to_float8(x, x_scale, torch.float8_e4m3fn)
+        weight8 = to_float8(weight, weight_scale, torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, weight8)
+        ctx.scales = x_scale, weight_scale, grad_scale
+        return scaled_matmul(x8, weight8.T, x_scale * weight_scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        x8, weight8 = ctx.saved_tensors
+        x_scale, weight_scale, grad_scale = ctx.scales
+        grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
+        # _scaled_mm takes a row-major first factor and a column-major second one
+        weight8 = weight8.T.contiguous().T
+        x8 = x8.T.contiguous().T
+        x_grad = scaled_matmul(grad8, weight8, grad_scale * weight_scale, grad.dtype)
+        weight_grad = scaled_matmul(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
+        return x_grad, weight_grad, None, None, None
+
+
+def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Clamps first: a plain cast may turn what is too large into NaN."""
+    return (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+
+
+def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
+                  fast: bool = False) -> Tensor:
+    """(a @ b) / scale; fast: accumulated in fewer bits, enough for a sum over model_dim."""
+    one = torch.ones((), device=a.device)
+    inverse = torch.full((), 1 / scale, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=inverse, scale_b=one, out_dtype=dtype,
+                            use_fast_accum=fast)
+
+
 # ═══ 12  Ranks and faults ═════════════════════════════════════════════════════════════════════════
 
-def wait_until(is_ready, hardware: Hardware) -> None:
-    """Poll. Times out before NCCL's watchdog, so that the error names the rank."""
+# What a damaged or foreign file can make Python and PyTorch raise.
+FOREIGN_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+                  RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError)
+
+
+@contextlib.contextmanager
+def explained(what: str, remedy: str):
+    """Turn an error into a UserError: "what: reason; remedy"."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # main says what to do
+        raise
+    except (UserError, *FOREIGN_ERRORS) as error:
+        raise UserError(f"{what}: {reason_of(error)}; {remedy}") from None
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error on one line, without the name of its class."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    if isinstance(error, pickle.UnpicklingError):  # PyTorch's advice would be to run what is in it
+        return "it is damaged, or holds more than tensors and numbers"
+    return " ".join(str(error).split())[:200] or "no reason was given"
+
+
+def wait_until(is_ready: Callable, hardware: Hardware) -> None:
+    """Poll until is_ready(). Several ranks wait for hardware.timeout seconds at most.
+
+    PyTorch's own timeout comes later and would not name the rank that is missing.
+    """
     started = time.monotonic()
     while not is_ready():
-        if time.monotonic() > started + hardware.timeout and hardware.world_size > 1:
+        if hardware.world_size > 1 and time.monotonic() > started + hardware.timeout:
             raise dist.DistError("no answer in time")
         time.sleep(2e-5)
 
 
 def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
-    """Sum a tensor over the ranks, in place. Returns it as a list."""
+    """Sum a tensor over the ranks, in place if it is on the device. Returns a list."""
     if hardware.world_size > 1:
+        values = values.to(hardware.device)
         work = dist.all_reduce(values, async_op=True)
         wait_until(work.is_completed, hardware)
         work.wait()
     return values.tolist()
 
 
+# ── the metrics of a step: summed over the ranks; on CUDA the host reads them a step later ────────
+
+class QueuedStep(NamedTuple):
+    """A step whose metrics the host has not read yet."""
+    step: int
+    metrics: Tensor     # sums over the ranks of what queue_metrics computes
+    is_ready: Callable  # whether they have been copied to the host
+
+
+def queue_metrics(trainer: Trainer, mean_loss: Tensor, step: int) -> Tensor:
+    """Sum the loss, the largest gradient norm and stop requests over the ranks; queue the sums.
+
+    Returns them on the device.
+    """
+    hardware = trainer.hardware
+    norms = torch.stack(torch._foreach_norm([p.grad for p in trainer.model.parameters()]))
+    largest_norm, largest = norms.max(dim=0)  # NaN counts as the largest
+    stop = torch.full_like(mean_loss, trainer.stop_requested)
+    values = torch.stack([value.type_as(mean_loss)
+                          for value in (mean_loss, stop, largest_norm, largest)])
+    if hardware.device.type != "cuda":
+        all_reduce_sum(values, hardware)
+        trainer.unread.append(QueuedStep(step, values, lambda: True))
+        return values
+    if hardware.world_size > 1:
+        dist.all_reduce(values)  # the host does not wait for it
+    on_host = torch.empty_like(values, device="cpu", pin_memory=True)
+    on_host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    trainer.unread.append(QueuedStep(step, on_host, copied.query))
+    return values
+
+
+def read_losses(trainer: Trainer, keep: int = 0) -> dict[int, float]:
+    """Read queued steps until `keep` are left, or none if the run stops.
+
+    Returns {steps done: mean loss}.
+    """
+    world_size = trainer.hardware.world_size
+    losses = {}
+    while len(trainer.unread) > (0 if trainer.stopping else keep):
+        queued = trainer.unread.popleft()
+        wait_until(queued.is_ready, trainer.hardware)
+        loss_sum, stops, norm_sum, largest_sum = queued.metrics.tolist()
+        loss = loss_sum / world_size
+        steps_done = queued.step + 1
+        trainer.stopping = trainer.stopping or stops > 0
+        if not math.isfinite(loss + norm_sum):
+            reason = "all gradients are finite"
+            if not math.isfinite(norm_sum):
+                names = [name for name, _ in trainer.model.named_parameters()]
+                # the gradients, and so the index, are the same on every rank
+                reason = f"gradient of {names[round(largest_sum / world_size)]} is not finite"
+            raise not_finite_error(trainer, steps_done, f"the loss of step {steps_done} is {loss}",
+                                   reason)
+        losses[steps_done] = loss
+    return losses
+
+
+def not_finite_error(trainer: Trainer, steps_done: int, what: str,
+                     reason: str = "all parameters are finite") -> UserError:
+    """Names the first parameter that is not finite, else the reason; and the last batch."""
+    wrong = [name for name, p in trainer.model.named_parameters() if not p.isfinite().all()]
+    if wrong:
+        reason = f"parameter {wrong[0]} is not finite"
+    batch_index = max(0, steps_done - 1)
+    shard, number = trainer.data.train.batches[batch_index]
+    return UserError(f"{what}: {reason}; the batch is {batch_index}, number {number} of "
+                     f"{shard.path}; lower the rates, or replay it from a checkpoint "
+                     "(--save_every)")
+
+
+# ── the process group ─────────────────────────────────────────────────────────────────────────────
+
 def join_group(hardware: Hardware) -> None:
     """Initialize the process group. The error names the ranks that do not arrive in time."""
     if hardware.world_size == 1:
         return
-    device_id = hardware.device if hardware.device.type == "cuda" else None
+    late = f"did not arrive within --timeout={hardware.timeout:g} s"
+    remedy = "look at its machine, or wait longer"
     launcher_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    missing = "0"   # the host of the store, unless it answers
-    reason = ""
-    try:
+    with explained(f"rank 0 {late}", remedy):  # rank 0 hosts the store where torchrun does not
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
                               is_master=hardware.rank == 0 and not launcher_hosts_store,
                               timeout=datetime.timedelta(seconds=hardware.timeout))
-        if hardware.launcher_pid:
-            # on one machine torchrun keeps its store over restarts, with dead ranks' addresses
-            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            store = dist.PrefixStore(f"attempt{attempt}", store)
-        # before NCCL connects: it would hang without naming the rank
+        if hardware.launcher_pid:  # it keeps the store over restarts, with dead ranks' addresses
+            store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         missing = missing_ranks(store, "arrived", hardware.rank, hardware.world_size,
                                 hardware.timeout)
-        if not missing:
-            dist.init_process_group("nccl" if device_id else "gloo", store=store,
-                                    rank=hardware.rank, world_size=hardware.world_size,
-                                    device_id=device_id, timeout=group_timeout(hardware))
-            return
-    except dist.DistError as error:
-        reason = f" ({reason_of(error)})"
-    raise UserError(f"rank {missing or 'unknown'} did not arrive within "
-                    f"--timeout={hardware.timeout:g} s{reason}; look at its machine, or wait "
-                    "longer")
+    if missing:  # NCCL would wait for them without naming them
+        raise UserError(f"rank {missing} {late}; {remedy}")
+    device_id = hardware.device if hardware.device.type == "cuda" else None
+    with explained("the ranks cannot connect", "check the network between their machines"):
+        dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=hardware.rank,
+                                world_size=hardware.world_size, device_id=device_id,
+                                timeout=group_timeout(hardware))
 
 
 def missing_ranks(store: dist.Store, key: str, rank: int, world_size: int, seconds: float) -> str:
     """Set this rank's key and wait for the others. Returns the ranks that did not set theirs."""
     keys = [f"{key}{number}" for number in range(world_size)]
     store.set(keys[rank], "")
-    with contextlib.suppress(dist.DistError):  # the time is over
+    with contextlib.suppress(dist.DistError):  # a timeout: some are missing
         store.wait(keys, datetime.timedelta(seconds=seconds))
     missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
     return " and ".join(missing)
 
 
 def group_timeout(hardware: Hardware) -> datetime.timedelta:
-    """PyTorch's timeout of a collective: longer on CUDA, so that wait_until is first."""
+    """PyTorch's timeout of a collective: longer on CUDA, so that wait_until raises first."""
     margin = 60 if hardware.device.type == "cuda" else 0
     return datetime.timedelta(seconds=hardware.timeout + margin)
 
@@ -2396,7 +2379,7 @@ def check_ranks_agree(trainer: Trainer, step: int) -> None:
     world_size = trainer.hardware.world_size
     if world_size == 1:
         return
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize, to add up bits
     settings = zlib.crc32(repr(asdict(trainer.hp)).encode())
     values = {"the step": torch.tensor(step), "the hyperparameters": torch.tensor(settings)}
     suggestions = trainer.model.suggestions
@@ -2406,23 +2389,24 @@ def check_ranks_agree(trainer: Trainer, step: int) -> None:
     own = torch.stack([value.to(trainer.hardware.device) for value in values.values()])
     gathered = own.new_empty(world_size * len(own))
     dist.all_gather_single(gathered, own)
-    for name, by_rank in zip(values, gathered.view(world_size, -1).T.tolist()):
-        for rank, value in enumerate(by_rank):
-            if value != by_rank[0]:
+    by_rank = gathered.view(world_size, -1).tolist()
+    for rank, numbers in enumerate(by_rank):
+        for name, number, expected in zip(values, numbers, by_rank[0]):
+            if number != expected:
                 raise UserError(f"rank {rank} differs from rank 0, first in {name}; start all "
                                 "machines with the same options and files, or check their "
                                 "hardware and resume with --resume=auto")
 
 
-def find_silent_ranks(error: RuntimeError) -> str:
-    """After a failed collective every rank that still runs sets a key in the store."""
+def silent_ranks_error(error: RuntimeError) -> UserError:
+    """Names the ranks that do not answer after a failed collective: the others set a key."""
     try:
         store = dist.distributed_c10d._get_default_store()
         silent = missing_ranks(store, "alive", dist.get_rank(), dist.get_world_size(), seconds=3)
     except RuntimeError:
         silent = "0, or its machine,"  # which hosts the store
-    return (f"rank {silent or 'unknown'} stopped answering ({reason_of(error)}); look at its "
-            "machine, then resume with --resume=auto")
+    return UserError(f"rank {silent or 'unknown'} stopped answering ({reason_of(error)}); look at "
+                     "its machine, then resume with --resume=auto")
 
 
 class SignalHandler:
@@ -2430,9 +2414,8 @@ class SignalHandler:
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
-        self.number = 0         # of the signal that stops the run
-        self.reason = ""
-        self.first_signal_at = 0.0
+        self.number = 0         # of the first signal
+        self.received_at = 0.0
 
     def __enter__(self):
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -2440,42 +2423,39 @@ class SignalHandler:
         return self
 
     def handle(self, number: int, frame) -> None:
-        # a second one within a second is the same: SLURM signals the ranks, and so does torchrun
-        if self.first_signal_at and time.monotonic() > self.first_signal_at + 1:
-            os._exit(128 + number)
-        self.first_signal_at = self.first_signal_at or time.monotonic()
         if not self.trainer.stop_requested:
-            self.request_stop(number, signal.Signals(number).name)
+            self.number = number
+            self.received_at = time.monotonic()
+            self.trainer.stop_requested = True
             if self.trainer.hardware.rank == 0:
                 with contextlib.suppress(OSError):  # the terminal may be gone
                     os.write(2, b"\nstopping after this step; press again to quit now\n")
-
-    def request_stop(self, number: int, reason: str) -> None:
-        self.number = number
-        self.reason = reason
-        self.trainer.stop_requested = True
+        elif time.monotonic() > self.received_at + 1:
+            # earlier it is the same one twice: from SLURM or the terminal, and from torchrun
+            os._exit(128 + number)
 
     def check_launcher(self) -> None:
         """Stop if torchrun was killed: its ranks would keep training as orphans."""
-        if self.trainer.hardware.launcher_pid not in (0, os.getppid()):
-            self.request_stop(signal.SIGTERM, "the end of its launcher")
+        is_orphan = self.trainer.hardware.launcher_pid not in (0, os.getppid())
+        if is_orphan and not self.trainer.stop_requested:
+            signal.raise_signal(signal.SIGTERM)
 
     def __exit__(self, kind, error, traceback) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         several_ranks = self.trainer.hardware.world_size > 1
         if isinstance(error, RuntimeError) and self.trainer.stop_requested and several_ranks:
-            os._exit(1)  # torchrun stops this rank because another one failed: no second error
+            os._exit(1)  # torchrun stops this rank because another failed, which has said why
 
 
 def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHandler,
                 step: int) -> int:
     """Log how to resume. Returns the exit code, 128 + the signal, the same on every rank."""
-    number = torch.tensor(signals.number, device=trainer.hardware.device)
+    number = torch.tensor(signals.number, device=trainer.hardware.device)  # 0 without a signal
     if trainer.hardware.world_size > 1:
         dist.all_reduce(number, dist.ReduceOp.MAX)
     number = int(number)
-    stopped = f"stopped by {signals.reason or signal.Signals(number).name} after step {step}"
+    stopped = f"stopped by {signal.Signals(number).name} after step {step}"
     if saver.failed:
         raise UserError(f"{stopped}, and the checkpoint could not be written: the steps since the "
                         "last one are lost")
@@ -2536,8 +2516,8 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
                         "(NVIDIA: from Ampere on); give --attention=banded")
     if can_flex and hp.attention != "banded":
         hardware.attention = "flex"
-        padded_head = 1 << (hp.model_dim // hp.num_heads - 1).bit_length()  # Triton: powers of two
-        hardware.flex_options = choose_flex_options(gpu, padded_head * hardware.dtype.itemsize)
+        head_dim = 2 ** math.ceil(math.log2(hp.model_dim / hp.num_heads))  # Triton rounds it up
+        hardware.flex_options = choose_flex_options(gpu, head_dim * hardware.dtype.itemsize)
     return hardware
 
 
@@ -2551,11 +2531,12 @@ def why_not_compile(hp: Hyperparameters, device_type: str, gpu=None) -> str:
     """The reason not to use torch.compile; empty where it is used. gpu: its properties."""
     if hp.compile == "no":
         return "--compile=no"
+    # 6 for each parameter and token; a layer has about 12 · model_dim² of them
     flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
     if hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
         # it makes a step a fifth faster, after a minute of compiling
         return "the run is too short for it to pay on a CPU"
-    problem = ""
+    problem = ""  # from here on it is wanted: can it work?
     if device_type == "mps":
         problem = "there is no compiler for it"
     elif device_type == "cpu":
@@ -2603,7 +2584,8 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
         with explained(f"GPU {device.index} cannot be used",
                        "see nvidia-smi, install a PyTorch built for it, or give --device=cpu"):
             torch.cuda.set_device(device)
-            torch.empty(1, device=device, requires_grad=True).backward()  # starts CUDA, autograd
+            # a backward pass on any value starts CUDA and autograd's thread
+            torch.zeros(1, device=device, requires_grad=True).backward()
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for each length
         config = torch._inductor.config
         config.coordinate_descent_tuning = hp.tune_kernels
@@ -2634,45 +2616,43 @@ def choose_flex_options(gpu, head_bytes: int) -> dict | None:
 
 
 # ── memory: which sequences fit ───────────────────────────────────────────────────────────────────
+# Fitted to traces of tests/gpu: the estimate of a run's peak lies 0 to 25 % above them.
 
 SEQUENCE_LENGTHS = ("sequence_tokens", "val_sequence_tokens")
 
 
 def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
-    """Bytes at the peak of a run: of a training step, or of a longer sequence of validation.
+    """Bytes at the peak of a training step, or of a longer sequence of validation."""
+    per_token = bytes_per_token(hp, hardware)
+    longest = max(getattr(hp, name) * per_token[name] for name in SEQUENCE_LENGTHS)
+    return parameter_bytes(hp, hardware) + longest
 
-    Fitted to traces of tests/gpu: the estimate lies 0 to 25 % above them.
-    """
+
+def parameter_bytes(hp: Hyperparameters, hardware: Hardware) -> float:
+    """Weights, gradients twice, the state of the optimizers; n-grams while they are sorted."""
+    with torch.device("meta"):  # allocates nothing
+        groups = optimizer_groups(hp, GPT(hp, hardware.dtype))
+    total = 14 * hp.ngram_tokens if hp.ngram_order else 0
+    for kind, group in groups.items():
+        # Adam has two moments; Muon's momentum is shared among the ranks
+        states = 1 / hardware.world_size if kind == "muon" else 2
+        total += (3 + states) * sum(p.nbytes for p in group["params"].values())
+    return total
+
+
+def bytes_per_token(hp: Hyperparameters, hardware: Hardware) -> dict[str, float]:
+    """Of a training sequence: activations for the backward pass. Of validation: the logits."""
     itemsize = hardware.dtype.itemsize
-    embedding_itemsize = itemsize if hp.bf16_embeddings else 4
-    embeddings = (1 + hp.num_value_tables) * hp.embedding_rows * hp.model_dim * embedding_itemsize
-    head = 4 * hp.padded_vocab * hp.model_dim
-    suggestion_rows = 0
-    if hp.copy_lengths:  # a table and a gate for each length; what was not found
-        suggestion_rows += len(hp.copy_lengths) * (hp.padded_vocab + 1) + 1
-    if hp.ngram_order:
-        suggestion_rows += hp.padded_vocab + 1
-    suggestions = 4 * suggestion_rows * hp.model_dim
-    attention_layers = hp.num_layers - len(hp.layers_without_attention)
-    matrices = 4 * (4 * attention_layers + 2 * hp.mlp_ratio * hp.num_layers) * hp.model_dim**2
-
-    parameters = 5 * (embeddings + head + suggestions)  # weights, gradients twice, two moments
-    parameters += 3 * matrices                          # weights, gradients twice
-    parameters += matrices / hardware.world_size        # momentum, shared among the ranks
-    if hp.ngram_order:
-        parameters += 14 * hp.ngram_tokens              # contexts and counts while they are sorted
-
-    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim  # activations kept for the backward pass
+    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim
     if hardware.attention == "banded" and hardware.device.type != "cpu":
         band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
-        per_layer += 3 * hp.num_heads * band            # attention weights, three copies
-    # logits: once where their loss is compiled, otherwise four copies in fp32
+        per_layer += 3 * hp.num_heads * band    # attention weights, three copies
+    # once where their loss is compiled, otherwise four copies in fp32
     logits = hp.padded_vocab * (itemsize if hardware.compile else 16)
-    per_token = hp.num_layers * per_layer * itemsize + logits
+    train = hp.num_layers * per_layer * itemsize + logits
     if hp.fp8_head:
-        per_token += 2 * hp.padded_vocab                # the gradient in FP8 and its transpose
-    # a sequence of validation needs little more than its logits
-    return parameters + max(hp.sequence_tokens * per_token, hp.val_sequence_tokens * logits)
+        train += 2 * hp.padded_vocab            # the gradient in FP8 and its transpose
+    return dict(sequence_tokens=train, val_sequence_tokens=logits)
 
 
 def usable_bytes(total_bytes: int) -> float:
@@ -2695,7 +2675,7 @@ def available_bytes(hardware: Hardware) -> float:
     return usable_bytes(min(gpu.total_memory for gpu in gpus))
 
 
-def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str) -> int:
+def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str, memory: float) -> int:
     """The longest length that divides the batch (or the validation), halved until it fits."""
     length = getattr(hp, name)
     if name == "sequence_tokens":
@@ -2705,12 +2685,10 @@ def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str) -> int:
     if length % BLOCK:
         return getattr(hp, name)  # check_sequences says what does not divide
     shortest = math.lcm(BLOCK, hp.segment_tokens or 1)
-    # the other length at 0: the peak is the larger of the two
-    alone = dataclasses.replace(hp, sequence_tokens=0, val_sequence_tokens=0)
-    setattr(alone, name, length)
-    while memory_needed(alone, hardware) > hardware.memory_bytes and length % (2 * shortest) == 0:
+    room = memory - parameter_bytes(hp, hardware)
+    per_token = bytes_per_token(hp, hardware)[name]
+    while length * per_token > room and length % (2 * shortest) == 0:
         length //= 2
-        setattr(alone, name, length)
     return length
 
 
@@ -2734,8 +2712,7 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
 
     def change(name: str, value, reason: str) -> None:
         notes.append(f"{name}={value} instead of {getattr(hp, name)}: {reason}")
-        setattr(hp, name, value)
-        hp.origins[name] = "hardware"
+        hp.update({name: value}, "hardware")
 
     may_change = [name for name, origin in hp.origins.items() if origin != "command line"]
     if keep:
@@ -2748,17 +2725,56 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
             raise UserError("--fp8_head=true: this device has no FP8, which takes compute "
                             "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false "
                             "(on resume with --resume_anyway)")
-    hardware.memory_bytes = available_bytes(hardware)
+    memory = available_bytes(hardware)
     for name in SEQUENCE_LENGTHS:
         if name in may_change and getattr(hp, name):
-            length = fitting_length(hp, hardware, name)
+            length = fitting_length(hp, hardware, name, memory)
             if length != getattr(hp, name):
                 change(name, length, "to divide the batch or the validation, and to fit the memory")
     needed = memory_needed(hp, hardware)
-    if needed > hardware.memory_bytes:
+    if needed > memory:
         notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
-                     f"{hardware.memory_bytes / 2**30:.1f}; {less_memory(hp)}")
+                     f"{memory / 2**30:.1f}; {less_memory(hp)}")
     return notes
+
+
+# ── warm-up: compile before the first step ────────────────────────────────────────────────────────
+
+def warm_up(trainer: Trainer) -> None:
+    """Compile every path on dummy tokens, with the first and the last window; then restore."""
+    hp = trainer.hp
+    data = trainer.data
+    saved = copy_to_host(trainer.state_dict())  # to the host: the GPU may have no room
+    batch = [dummy_sequence(trainer, hp.sequence_tokens)]
+    for step in (0, hp.num_steps - 1):
+        trainer.step(batch * data.train.micro_steps, step)
+    read_losses(trainer)
+    with torch.no_grad():
+        trainer.compiled_model.eval()
+        trainer.compiled_model(*dummy_sequence(trainer, data.val.sequence_tokens), trainer.window)
+    trainer.compiled_model.train()
+    trainer.load_state_dict(saved)
+
+
+def dummy_sequence(trainer: Trainer, length: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.arange(length + 1, device=trainer.hardware.device) % trainer.hp.vocab_size
+    return tokens[:-1].int(), tokens[1:].long()
+
+
+def warm_up_together(trainer: Trainer) -> None:
+    """warm_up on all ranks, which may compile minutes apart."""
+    hardware = trainer.hardware
+    set_timeout(hardware, trainer.hp.timeout + 3600)
+    warm_up(trainer)
+    barrier = torch.zeros(1, dtype=torch.int64, device=hardware.device)
+    all_reduce_sum(barrier, hardware)
+    set_timeout(hardware, trainer.hp.timeout)
+    gc.collect()
+    gc.freeze()  # excludes the compiler's objects from later collections
+
+
+def count_compiled_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 # ── data: shards, token budget, manifests ─────────────────────────────────────────────────────────
@@ -2929,7 +2945,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def parse_value(kind, text: str):
-    """Convert text for a field of this type. Other text stays as it is: validate refuses it."""
+    """Convert text for a field of this type; check_hyperparameters refuses what stays text."""
     if kind is str:
         return text
     if kind is bool:
@@ -2993,33 +3009,28 @@ def parse_options(arguments: list[str]) -> dict:
 
 
 def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
-    """Defaults, then presets or the values of a checkpoint, then the options."""
-    values = {}
-    origins = dict.fromkeys(FIELDS, "default")
+    """Defaults or the values of a checkpoint, then presets, then the options; the later win."""
+    hp = Hyperparameters()
     if checkpoint:
-        values |= checkpoint["hyperparameters"]
-        origins |= {name: checkpoint["origins"].get(name, "checkpoint") for name in values}
-    preset = options.get("preset", values.get("preset", Hyperparameters.preset))
+        hp = Hyperparameters(**checkpoint["hyperparameters"])
+        hp.origins |= checkpoint["origins"]
+    preset = options.get("preset", hp.preset)
     if preset == "auto":
-        device = options.get("device", Hyperparameters.device)
+        device = options.get("device", hp.device)
         on_gpus = device in ("auto", "cuda") and torch.cuda.is_available()
         preset = "h100" if on_gpus else "laptop"
-    if preset != values.get("preset"):  # a checkpoint has the values of its own preset
+    if not checkpoint or preset != hp.preset:  # a checkpoint has the values of its preset
         names = preset.split("+")
-        if "laptop" in names:  # the presets come after it, and win
-            values |= LAPTOP_ARCHITECTURE
-            origins |= dict.fromkeys(LAPTOP_ARCHITECTURE, "preset laptop")
         for name in names:
             if name not in PRESETS:
                 raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
-            values |= PRESETS[name]
-            origin = "default" if name == "h100" else f"preset {name}"
-            origins |= dict.fromkeys(PRESETS[name], origin)
-    values |= options | dict(preset=preset)
-    origins |= dict.fromkeys(options, "command line")
-    hp = Hyperparameters(**values)
-    hp.origins = origins
-    validate(hp)
+        if "laptop" in names:
+            hp.update(LAPTOP_ARCHITECTURE, "preset laptop")  # a dated preset replaces it
+        for name in names:
+            hp.update(PRESETS[name], "default" if name == "h100" else f"preset {name}")
+    hp.update(options, "command line")
+    hp.preset = preset
+    check_hyperparameters(hp)
     # only lengths that were typed: fit_to_hardware adjusts the others
     check_sequences(hp, tuple(name for name in SEQUENCE_LENGTHS if name in options))
     return hp
@@ -3066,7 +3077,7 @@ def require_multiple(hp: Hyperparameters, name: str, unit: int, of_what: str) ->
     require(hp, value % unit == 0, name, f"a multiple of {of_what}; the nearest is {nearest}")
 
 
-def validate(hp: Hyperparameters) -> None:
+def check_hyperparameters(hp: Hyperparameters) -> None:
     """Refuse impossible values and combinations, each in one sentence.
 
     They may come from the command line, an edit of the file or a checkpoint.
@@ -3079,10 +3090,9 @@ def validate(hp: Hyperparameters) -> None:
         entries = value if isinstance(value, tuple) else ()
         require(hp, {*map(type, entries)} <= {int, type(None)}, name, KINDS[kind])
         if kind in (int, float):
-            lowest = AT_LEAST.get(name, 0)
+            lowest, highest = BOUNDS.get(name, (0, math.inf))
             require(hp, value >= lowest, name, f"at least {lowest}")
-    for name, highest in AT_MOST.items():
-        require(hp, getattr(hp, name) <= highest, name, f"at most {highest}")
+            require(hp, value <= highest, name, f"at most {highest}")
     for name, choices in CHOICES.items():
         expected = f"one of {', '.join(choices)}"
         if FIELDS[name] == str | tuple:
@@ -3093,9 +3103,11 @@ def validate(hp: Hyperparameters) -> None:
         require(hp, getattr(hp, name) != "", name, "a path")
     require(hp, re.fullmatch(r"([\w+-][\w.+-]*)?", hp.run_id), "run_id",
             "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
-    unit = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1)
-    reason = "4 × num_heads, and 16 for FP8" if hp.fp8_head else "4 × num_heads"
-    require_multiple(hp, "model_dim", unit, f"{unit} ({reason})")
+    unit = 4 * hp.num_heads
+    require_multiple(hp, "model_dim", unit, f"{unit} (4 × num_heads)")
+    if hp.fp8_head:
+        unit = math.lcm(unit, 16)
+        require_multiple(hp, "model_dim", unit, f"{unit} (4 × num_heads, and 16 for FP8)")
     require(hp, hp.document_token < hp.vocab_size, "document_token",
             f"less than vocab_size={hp.vocab_size}")
     if hp.align_documents:
@@ -3165,14 +3177,12 @@ def print_error(error: UserError | str) -> int:
 
 def use_model(hp: Hyperparameters, hardware: Hardware) -> int:
     """Score or sample from a saved model."""
-    join_group(hardware)
-    model = load_model(hp.checkpoint, hardware)
-    if hp.hellaswag:
-        text = score_hellaswag(hp.hellaswag, model, hardware)["line"]
-    else:
-        text = escape_control_characters(sample(model, hp.sample, hp))
     if hardware.rank == 0:
-        print(text)
+        model = load_model(hp.checkpoint, hardware)
+        if hp.hellaswag:
+            print(score_hellaswag(hp.hellaswag, model)["line"])
+        else:
+            print(sample(model, hp.sample, hp))
     return 0
 
 
@@ -3201,7 +3211,7 @@ def main(arguments: list[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
             # at once: destroying a group that hangs would hang too
-            os._exit(print_error(find_silent_ranks(error)))
+            os._exit(print_error(silent_ranks_error(error)))
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not out_of_memory and "can't allocate memory" not in str(error):
             raise

@@ -100,17 +100,16 @@ def pack(rows: list[np.ndarray], room: int, path: Path) -> list[list[int]]:
     return packs
 
 
-def score(tasks: Tasks, token_losses, sequence_tokens: int, document_token: int, rank: int = 0,
-          world_size: int = 1, all_reduce_sum=None) -> dict:
+def score(tasks: Tasks, token_losses, sequence_tokens: int, document_token: int) -> dict:
     """Accuracy of a model whose answer is the ending with the lowest mean loss per token.
 
     `token_losses(tokens)` gives the loss of each token after the first of a sequence, whose length
     is a multiple of 128. Many rows are packed into a sequence: the model's document mask keeps them
-    apart. Every rank scores its share of the sequences; `all_reduce_sum` adds the ranks' losses.
+    apart.
     """
     packs = pack(tasks.rows, min(PACK_TOKENS, sequence_tokens), tasks.path)
     losses = np.zeros(len(tasks.rows))
-    for numbers in packs[rank::world_size]:
+    for numbers in packs:
         tokens = np.concatenate([tasks.rows[number] for number in numbers]).astype(np.int64)
         padding = -len(tokens) % MASK_BLOCK
         each = token_losses(np.pad(tokens, (0, padding), constant_values=document_token))
@@ -120,8 +119,6 @@ def score(tasks: Tasks, token_losses, sequence_tokens: int, document_token: int,
             ending = start + tasks.contexts[number // ENDINGS]
             losses[number] = each[ending - 1:end - 1].mean()  # the loss of token i is at i - 1
             start = end
-    if all_reduce_sum is not None:
-        losses = all_reduce_sum(losses)
     answers = losses.reshape(-1, ENDINGS).argmin(axis=1)
     count = len(tasks.labels)
     accuracy = float((answers == np.array(tasks.labels)).sum() / count)

@@ -215,14 +215,6 @@ def test_batches_do_not_share_memory(make_shards):
     assert torch.equal(first[0][0], kept)
 
 
-def test_running_out_is_one_sentence(make_shards):
-    loader = Loader(make_shards(*numbered(300, 300)), SEQUENCE, SEQUENCE)
-    for _ in range(4):
-        loader.next_batch()
-    with pytest.raises(UserError, match="used up.* 4 batches of 128 tokens"):
-        loader.next_batch()
-
-
 def test_a_token_outside_the_vocabulary_names_its_shard(make_shards):
     tokens = np.zeros(600, dtype=np.uint16)
     tokens[300] = 200

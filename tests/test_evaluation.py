@@ -174,18 +174,13 @@ def test_a_document_token_in_a_sample_is_a_blank_line():
     assert text == "The end.\n\nGröße"
 
 
-def test_control_characters_of_a_sample_are_escaped(data, tmp_path, capsys, monkeypatch):
+def test_control_characters_of_a_sample_are_escaped():
     """They could change the state of a terminal: move its cursor, or end its colours."""
     assert train_gpt.escape_control_characters("a\tb\nGröße → 中") == "a\tb\nGröße → 中"
     assert train_gpt.escape_control_characters("\x1b[2J\r\x07\x7f\x9b") == r"\x1b[2J\r\x07\x7f\x9b"
-    monkeypatch.setattr(train_gpt, "sample", lambda model, prompt, hp: "red \x1b[31m")
-    arguments = [*TINY, *data, "--num_steps=1", f"--log_dir={tmp_path}", "--run_id=escaped"]
-    assert train_gpt.main(arguments) == 0
-    assert "\nred \\x1b[31m\n" in Result(tmp_path / "escaped").log
-    capsys.readouterr()
-    model = tmp_path / "escaped" / "model.pt"
-    assert train_gpt.main(["--sample=red", f"--checkpoint={model}"]) == 0
-    assert capsys.readouterr().out == "red \\x1b[31m\n"
+    tokens = [*"red \x1b[31m".encode()]
+    hp = hyperparameters("--temperature=0", f"--sample_tokens={len(tokens)}")
+    assert train_gpt.sample(ScriptedModel(tokens), "", hp) == r"red \x1b[31m"
 
 
 def test_a_text_that_the_model_has_no_tokens_for_is_refused():
@@ -235,7 +230,7 @@ def write_tasks(folder, num_tasks: int = 30) -> list[tuple]:
 def test_the_score_is_that_of_one_row_at_a_time(tmp_path):
     tasks = write_tasks(tmp_path)
     model = random_model()
-    score = train_gpt.score_hellaswag(str(tmp_path), model, train_gpt.Hardware())
+    score = train_gpt.score_hellaswag(str(tmp_path), model)
     right = 0
     alone = []
     for context, endings, label in tasks:
@@ -283,7 +278,7 @@ def test_damaged_tasks_are_refused(tmp_path, damage):
     write_tasks(tmp_path)
     damage(tmp_path)
     with pytest.raises(train_gpt.UserError, match="; make|; remove"):
-        train_gpt.score_hellaswag(str(tmp_path), random_model(), train_gpt.Hardware())
+        train_gpt.score_hellaswag(str(tmp_path), random_model())
 
 
 def test_tasks_that_cannot_be_scored_stop_a_run_before_it_starts(tmp_path, capsys):

@@ -156,8 +156,9 @@ def test_the_header_has_the_sha256_of_each_shard_where_a_manifest_says_it(tmp_pa
 
 
 def test_the_driver_is_in_the_log_of_a_gpu(monkeypatch):
-    answers = {"nvidia-smi": "580.65.06\n580.65.06"}
-    monkeypatch.setattr(train_gpt, "command_output", lambda program, *_: answers.get(program, ""))
+    answers = {("nvidia-smi", "--id=0"): "580.65.06"}  # a line for each GPU without --id
+    monkeypatch.setattr(train_gpt, "command_output",
+                        lambda *command: answers.get(command[:2], ""))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     gpu = Hardware(device=torch.device("cuda", 0))
     assert "driver 580.65.06, " in train_gpt.environment(gpu)[0]

@@ -129,9 +129,9 @@ def test_what_is_counted_is_in_no_batch(tmp_path_factory, sizes, steps, segment,
     loader = Loader(f"{folder}/*.bin", 256, 256, segment_tokens=segment, epochs=epochs, seed=1,
                     share=share)
     steps = min(steps, len(loader))
-    read = {(loader.locate(index)[0].path, token)
+    read = {(loader.batches[index][0].path, token)
             for index in range(steps) for token in loader.read(index).flatten().tolist()}
-    stretches = loader.unused(steps, limit)
+    stretches = train_gpt.unused_spans(loader, steps, limit)
     counted = [(shard.path, token) for shard, start, length in stretches
                for token in shard.tokens(start, length).tolist()]
     assert len(counted) == len(set(counted)) <= limit

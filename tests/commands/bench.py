@@ -58,6 +58,11 @@ def model_flops(hp: train_gpt.Hyperparameters, model: train_gpt.GPT) -> float:
     return 6 * hp.batch_tokens * (matrices + attention)
 
 
+def do_step(trainer: train_gpt.Trainer, batch: list) -> None:
+    trainer.step(batch, 0)
+    train_gpt.read_losses(trainer)
+
+
 def bench_step(folder: Path) -> list[tuple]:
     """Model FLOP/s of whole steps (forward, backward, optimizers) over those of a matrix product.
     """
@@ -74,7 +79,7 @@ def bench_step(folder: Path) -> list[tuple]:
                                            *options])
         trainer = make_trainer(hp)
         batch = trainer.data.train.next_batch()
-        times = interleaved(step=lambda: trainer.step(batch, 0), product=lambda: square @ square)
+        times = interleaved(step=lambda: do_step(trainer, batch), product=lambda: square @ square)
         step_flops = model_flops(hp, trainer.model) / times["step"]
         product_flops = 2 * 1024**3 / times["product"]
         rows.append((f"training step, {name}: model FLOP/s over fp32 matmul FLOP/s",
@@ -110,7 +115,7 @@ def bench_scaling(folder: Path) -> list[tuple]:
         for size in sizes:
             trainer = make_trainer(train_gpt.parse_command_line([*base, *options_of(size)]))
             batch = trainer.data.train.next_batch()
-            steps[str(size)] = functools.partial(trainer.step, batch, 0)
+            steps[str(size)] = functools.partial(do_step, trainer, batch)
             flops.append((trainer.hp.batch_tokens, model_flops(trainer.hp, trainer.model)))
         times = interleaved(**steps)
         measured = exponent(sizes, [times[str(size)] / tokens
@@ -212,7 +217,7 @@ def bench_checkpoint(folder: Path) -> list[tuple]:
                                        "--val_tokens=8192", "--val_start=0",
                                        "--keep_checkpoints=1"])
     trainer = make_trainer(hp)
-    clock = train_gpt.Clock(trainer.hardware.device)
+    steps = itertools.count(1)
     batch = trainer.data.train.next_batch()
     with contextlib.redirect_stdout(io.StringIO()):
         log = train_gpt.Logger(train_gpt.Run(folder / "run"), hp, trainer.hardware, trainer.data)
@@ -221,9 +226,9 @@ def bench_checkpoint(folder: Path) -> list[tuple]:
 
     with train_gpt.Saver(folder / "run", enabled=True) as saver, without_all_gather():
         times = interleaved(
-            step=lambda: trainer.step(batch, 0),
+            step=lambda: do_step(trainer, batch),
             hash=lambda: train_gpt.check_ranks_agree(two_ranks, 1),
-            pause=lambda: train_gpt.save_checkpoint(trainer, saver, log, clock, 1))
+            pause=lambda: train_gpt.save_checkpoint(trainer, saver, log, next(steps)))
     return [("pause per checkpoint, in hundredths of a step, laptop preset",
              100 * times["pause"] / times["step"], "<=", 20.0),
             ("parameter hash, in hundredths of a step, laptop preset",

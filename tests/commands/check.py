@@ -45,8 +45,7 @@ def free_bytes(hardware: Hardware) -> tuple[int | None, str]:
 
 def check_memory(hp: Hyperparameters, hardware: Hardware) -> str:
     needed = train_gpt.memory_needed(hp, hardware)
-    parameters = train_gpt.memory_needed(replace(hp, sequence_tokens=0, val_sequence_tokens=0),
-                                         hardware)
+    parameters = train_gpt.parameter_bytes(hp, hardware)
     free, name = free_bytes(hardware)
     if free is None:
         return f"about {needed / GIB:.1f} GiB needed; this system does not say how much is free"
@@ -64,11 +63,11 @@ def longest_sequences(hp: Hyperparameters, hardware: Hardware) -> str:
                   compile=True)
     found = []
     for size in (80, 40, 24, 12, 8):
-        gpu.memory_bytes = train_gpt.usable_bytes(size * GIB)
+        memory = train_gpt.usable_bytes(size * GIB)
         fitted = replace(hp)
         for name in train_gpt.SEQUENCE_LENGTHS:
-            setattr(fitted, name, train_gpt.fitting_length(fitted, gpu, name))
-        fits = train_gpt.memory_needed(fitted, gpu) <= gpu.memory_bytes
+            setattr(fitted, name, train_gpt.fitting_length(fitted, gpu, name, memory))
+        fits = train_gpt.memory_needed(fitted, gpu) <= memory
         found.append(f"{size} GB: {fitted.sequence_tokens:,}" if fits else f"{size} GB: none")
     return f"tokens per sequence on GPUs of {', '.join(found)}"
 
@@ -95,8 +94,8 @@ def check_batch(hp: Hyperparameters, hardware: Hardware) -> str:
 def describe_loader(hp: Hyperparameters, loader: Loader, needed: int) -> str:
     hashes, _ = train_gpt.check_manifests(hp, loader)
     described = "with" if any(hashes.values()) else "without"
-    return (f"{len(loader.paths)} shards, {described} checksums, hold {len(loader):,} batches and "
-            f"{needed:,} are needed")
+    return (f"{len(loader.paths)} shards, {described} checksums, hold {len(loader):,} batches or "
+            f"more and {needed:,} are needed")
 
 
 def check_train_data(hp: Hyperparameters, hardware: Hardware) -> str:

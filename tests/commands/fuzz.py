@@ -83,7 +83,7 @@ def fuzz_checkpoint(folder: Path, changes: list, content: bytes,
     def resume():
         options = train_gpt.parse_options([f"--resume={path}", "--resume_anyway"])
         _, run = train_gpt.prepare_run(options)
-        train_gpt.restore(trainer, train_gpt.Clock(trainer.hardware.device), run.checkpoint)
+        train_gpt.restore(trainer, run.checkpoint)
         trainer.step(trainer.data.train.next_batch(), 0)
 
     def sample():
@@ -94,13 +94,11 @@ def fuzz_checkpoint(folder: Path, changes: list, content: bytes,
 
 
 def mutate_entries(content: bytes, changes: list[tuple]) -> dict:
-    """A checkpoint of which some entries are missing or of another kind."""
+    """A checkpoint of which some entries are missing, or hyperparameters of another kind."""
     state = torch.load(io.BytesIO(content), weights_only=True)
-    holders = [state, state["model"], state["hyperparameters"], state["clock_ms"], state["adam"],
-               state["muon"], state["adam"]["state"], state["muon"]["state"],
-               state["adam"]["state"][0], state["muon"]["state"][0]]
     for where, _, new in changes:
-        holder = holders[new[0] % len(holders)]
+        hyperparameters = state.get("hyperparameters", {})
+        holder = state if new[0] % 2 else hyperparameters
         names = sorted(holder)
         if not names:
             continue
@@ -108,8 +106,8 @@ def mutate_entries(content: bytes, changes: list[tuple]) -> dict:
         number = int.from_bytes(new, "little", signed=True)
         values = [number, float("nan"), "text", None, torch.zeros(3), [], {}]
         choice = new[-1] % (len(values) + 1)
-        if choice == len(values):
-            del holder[name]
-        else:
+        if holder is hyperparameters and choice < len(values):
             holder[name] = values[choice]
+        else:
+            del holder[name]
     return state

@@ -214,28 +214,6 @@ def test_packing_gives_the_losses_of_one_row_at_a_time(tmp_path, sequence_tokens
     assert len(lengths) < 120  # several rows to a sequence
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 50])
-def test_the_ranks_share_the_work_and_agree(tmp_path, world_size):
-    write_tasks(tmp_path)
-    tasks = hellaswag.read_tasks(tmp_path, VOCABULARY, DOCUMENT)
-    alone = hellaswag.score(tasks, model_losses, 512, DOCUMENT)
-    parts = []
-
-    def collect(losses):
-        assert losses.dtype == np.float64
-        parts.append(losses)
-        return losses
-
-    for rank in range(world_size):
-        hellaswag.score(tasks, model_losses, 512, DOCUMENT, rank, world_size, collect)
-    assert (np.count_nonzero(parts, axis=0) <= 1).all()  # no row is scored twice
-    total = np.sum(parts, axis=0)
-    together = hellaswag.score(
-        tasks, model_losses, 512, DOCUMENT, 0, world_size, lambda losses: total
-    )
-    assert together == alone
-
-
 DAMAGES = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "has no manifest.json"),
     "no shard": (lambda folder: (folder / hellaswag.SHARD).unlink(), "is missing"),

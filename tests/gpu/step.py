@@ -2,7 +2,7 @@
 
     python fake_gpu.py --card=H100 step.py [--name=value …]       hyperparameters of train_gpt.py
 
-It runs Trainer.warm_up, Trainer.step and evaluate as a run does; batches are made up.
+It runs warm_up, Trainer.step and evaluate as a run does; batches are made up.
 """
 import json
 import sys
@@ -27,7 +27,7 @@ def lengths(counts: dict) -> dict:
 
 def run(arguments: list[str]) -> dict:
     trainer = training.build_trainer(arguments, micro_steps=1)
-    trainer.warm_up()
+    train_gpt.warm_up(trainer)
     graphs = train_gpt.count_compiled_graphs()
     numbers = {0, 1, *training.window_changes(trainer), trainer.hp.num_steps - 1}
     steps = {step: counted(trainer.step, trainer.data.train.next_batch(), step)
