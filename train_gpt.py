@@ -6,7 +6,7 @@
     python train_gpt.py --sample=TEXT --checkpoint=…  continue a text with a saved model
     python train_gpt.py --help                        every hyperparameter, its meaning and value
 
-Contents, in the order in which a token travels from a shard to an updated weight:
+Contents, in the order of a token's way from a shard to an updated weight:
     1  hyperparameters        the numbers to edit
     2  hardware               rank, device, dtypes (chosen in section 13)
     3  data                   memory-mapped token shards, batches
@@ -27,7 +27,6 @@ import argparse
 import ast
 import collections
 import contextlib
-import dataclasses
 import datetime
 import difflib
 import functools
@@ -56,8 +55,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +81,28 @@ class UserError(Exception):
     """A mistake that the user can fix: one sentence with the value, what was expected, a remedy."""
 
 
+@contextlib.contextmanager
+def explained(what: str, remedy: str, errors=OSError):
+    """Turn errors of these types, within a with block, into a UserError: "what: reason; remedy"."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # main says what to do
+        raise
+    except errors as error:
+        raise UserError(f"{what}: {reason_of(error)}; {remedy}") from None
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error on one line, without the name of its class."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    if isinstance(error, pickle.UnpicklingError):  # PyTorch's advice would be to run what is in it
+        return "it is damaged, or holds more than tensors and numbers"
+    return " ".join(str(error).split())[:200] or "no reason was given"
+
+
 # ═══ 1  Hyperparameters: edit them here, or give --name=value ═════════════════════════════════════
 
 @dataclass
@@ -91,7 +111,7 @@ class Hyperparameters:
 
     One line for each: --help is made from these lines.
     """
-    preset: str = "auto"                # auto: h100 on GPUs, else laptop; A+B: of both, B wins
+    preset: str = "auto"                # auto: h100 on GPUs, else laptop; A+B: A, then B over it
     # data
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # token shards to train on (glob)
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"      # token shards to validate on (glob)
@@ -117,15 +137,15 @@ class Hyperparameters:
     model_dim: int = 768                # width of the residual stream
     mlp_ratio: int = 4                  # hidden units of the MLP per unit of width
     value_layout: str | tuple = "ends"  # value embeddings: none, per_layer, mirrored, ends, tuple
-    value_lambdas: int = 2              # values v, embedding e: 2 is λ0·v+λ1·e, 1 is (1−λ)·v+λ·e
+    value_lambdas: int = 2              # learned weights of v and its embedding; 1: λ and 1 − λ
     first_layer_values: bool = False    # mix the first layer's values into layers without a table
-    no_attention: str | tuple = "second_decoder"  # layers: none, second_decoder, tuple
-    rotary_base: float = 1024.0         # the slowest rotary frequency is 1/base radians per token
+    no_attention: str | tuple = "second_decoder"  # layers without: none, second_decoder, tuple
+    rotary_base: float = 1024.0         # rotary frequencies fall from 1 to 1/base radian per token
     rotary_fraction: float = 0.5        # part of a head's dimensions that is rotated
-    rotary_endpoint: bool = True        # the slowest is 1/base itself; false: one step faster
+    rotary_endpoint: bool = True        # the last one is 1/base itself; false: one step before it
     attention_scale: float = 0.12       # factor on q·k; 0: 1/√head_dim
     norm_eps: float = 2.0**-23          # of every RMS norm; 0: torch.finfo(dtype).eps
-    init_bound: float = 0.75**0.5       # matrices start uniform in ±this/√in_features, outputs at 0
+    init_bound: float = 0.75**0.5       # input matrices start uniform in ±this/√in_features
     logit_scale: float = 0.0            # factor on the logits, before softcap; 0: 1/√model_dim
     softcap: float = 15.0               # logits pass through c·tanh(logits/c); 0: off
     ngram_order: int = 0                # tokens in the longest context that is counted; 0: none
@@ -133,13 +153,13 @@ class Hyperparameters:
     ngram_share: float = 0.0            # part of every shard that is kept for counting n-grams
     copy_lengths: tuple = ()            # suggest what followed the latest match of n tokens
     # attention window, growing linearly over the run
-    window_unit: str = "block"          # block (of 128), token (steps of 64), token_in_block (both)
+    window_unit: str = "block"          # block (128 tokens), token (64), or both: token_in_block
     window_start: int = 0               # tokens, at step 0
     window_end: int = 1728              # tokens, at the end of the last step
     window_rounding: str = "up"         # to whole units: down, up
-    short_window_layers: str | tuple = "inner"  # half: none, inner (all but 4), tuple
+    short_window_layers: str | tuple = "inner"  # with half of it: none, inner (all but 4), tuple
     # optimizers
-    sum_loss: bool = True               # gradients of a sequence's summed loss, not of its mean
+    sum_loss: bool = True               # train on the sum of a sequence's losses; false: their mean
     embed_rate: float = 0.6             # Adam: token and value embeddings
     head_rate: float = 0.22             # Adam: output head
     scalar_rate: float = 0.04           # Adam: skip weights and mixes
@@ -192,7 +212,7 @@ class Hyperparameters:
     top_k: int = 0                      # sample among the k likeliest tokens; 0: among all
 
     def __post_init__(self):
-        # where each value comes from: default, a preset, the command line, a checkpoint, hardware
+        # where each value comes from: default, a preset, the command line or hardware
         self.origins = dict.fromkeys(FIELDS, "default")
 
     def update(self, values: dict, origin: str) -> None:
@@ -209,55 +229,12 @@ class Hyperparameters:
         multiple = math.lcm(self.vocab_multiple, 16 if self.fp8_head else 1)  # FP8 needs 16
         return math.ceil(self.vocab_size / multiple) * multiple
 
-    @property
-    def embedding_rows(self) -> int:
-        return self.padded_vocab if self.pad_embeddings else self.vocab_size
 
-    # In the three below a layout is a name, or the tuple itself.
+FIELDS = {each.name: each.type for each in fields(Hyperparameters)}
 
-    @property
-    def layers_without_attention(self) -> tuple:
-        second_decoder = min(self.num_layers // 2 + 1, self.num_layers - 1)
-        named = {"none": (), "second_decoder": (second_decoder,)}
-        return named.get(self.no_attention, self.no_attention)
-
-    @property
-    def layers_with_short_window(self) -> tuple:
-        last = self.num_layers - 1
-        third = self.num_layers // 3
-        inner = {*range(self.num_layers)} - {0, third, last - third, last}
-        named = {"none": (), "inner": tuple(sorted(inner))}
-        return named.get(self.short_window_layers, self.short_window_layers)
-
-    @property
-    def value_tables(self) -> tuple:
-        """The index of each layer's value table, or None."""
-        layers = self.num_layers
-        half = layers // 2
-        ends = max(1, layers // 4)
-        named = {
-            "none": (None,) * layers,
-            "per_layer": tuple(range(layers)),
-            # of 12 layers: 0 1 2 3 4 5 5 4 3 2 1 0
-            "mirrored": (*range(half), *reversed(range(half)), *(None,) * (layers % 2)),
-            # of 12 layers: 0 1 2 − − − − − − 0 1 2
-            "ends": (*range(ends), *(None,) * (layers - 2 * ends), *range(ends))}
-        layout = named.get(self.value_layout, self.value_layout)
-        # a layer without attention uses no table; those that are used are renumbered from 0
-        used = [None if layer in self.layers_without_attention else table
-                for layer, table in enumerate(layout)]
-        tables = sorted({*used} - {None})
-        return tuple(None if table is None else tables.index(table) for table in used)
-
-    @property
-    def num_value_tables(self) -> int:
-        return len({*self.value_tables} - {None})
-
-
-FIELDS = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
-
-# The laptop run: differences from the defaults above. Edit a laptop run here. Of the shapes tried
-# on two cores it has the lowest loss per second; records/NEGATIVE.md has the others.
+# The laptop run, as differences from the defaults above: edit a laptop run here. Its data, budget
+# and size, which --preset=2024-12-10+laptop puts over a dated system. Of the sizes tried on two
+# cores it reaches the lowest loss in the same time; records/NEGATIVE.md has the others.
 LAPTOP = dict(
     train_files="data/enwik8/enwik8_train_*.bin", val_files="data/enwik8/enwik8_val_*.bin",
     vocab_size=257, vocab_multiple=1, document_token=256,       # bytes, and the document token
@@ -267,9 +244,8 @@ LAPTOP = dict(
     target_loss=1.20,
     num_layers=2, num_heads=2, model_dim=64, fp8_head=False,
     window_start=256, window_end=256, cooldown=0.5, sample_tokens=600)
-# The part of the laptop run that a dated preset replaces: --preset=2024-12-10+laptop is the dated
-# architecture at the laptop's size.
-LAPTOP_ARCHITECTURE = dict(
+# Its model and optimizers, which the dated system replaces.
+LAPTOP_DESIGN = dict(
     value_layout="per_layer", no_attention="none", attention_scale=0.0, norm_eps=0.0,
     init_bound=1.0, logit_scale=1.0, window_rounding="down", short_window_layers="none",
     rotary_fraction=1.0, ngram_order=6, ngram_tokens=90_000_000,
@@ -288,8 +264,7 @@ CHOICES = {"window_unit": ("block", "token", "token_in_block"),
            "value_layout": ("none", "per_layer", "mirrored", "ends"),
            "no_attention": ("none", "second_decoder")}
 
-# The lowest and the highest value of numbers; where none is given: 0 or more. The highest of a size
-# keeps a checkpoint that claims to be huge from filling the memory.
+# The lowest and the highest value of numbers; where none is given: 0 or more.
 BOUNDS = dict(
     vocab_size=(1, 2**16), vocab_multiple=(1, 2**16), num_steps=(1, 10**12),
     batch_tokens=(BLOCK, 10**12), sequence_tokens=(BLOCK, 10**12), epochs=(1, 10**6),
@@ -314,17 +289,16 @@ MAY_CHANGE_ON_RESUME = {
 
 @dataclass
 class Hardware:
-    """The rank and device of this process, and what section 13 chose for them."""
+    """The rank and device of this process, and what find_hardware (section 13) chose for them."""
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32          # of activations
     muon_dtype: torch.dtype = torch.float32     # of Newton–Schulz
-    has_fp8: bool = False
-    attention: str = "banded"
-    flex_options: dict | None = None            # FlexAttention's tiles; None: Inductor chooses
+    attention: str = "banded"                   # or flex
     compile: bool = False
     # used around the loop only
+    has_fp8: bool = False
     why_not_compiled: str = ""
     timeout: float = 600.0                      # seconds that a collective may take
     launcher_pid: int = 0                       # torchrun's process, if on one machine; 0: none
@@ -354,17 +328,18 @@ class Shard:
         if problem:
             raise UserError(f"{path}: {problem}; fetch it again, or make it with a script of data/")
 
-    @cached_property
-    def pages(self) -> mmap.mmap:
-        with explained(self.path, "fetch it again"), open(self.path, "rb") as file:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if len(pages) != self.num_bytes:
+    @functools.cached_property
+    def memory_map(self) -> mmap.mmap:
+        with (explained(self.path, "fetch it again", (OSError, ValueError)),
+              open(self.path, "rb") as file):
+            memory_map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if len(memory_map) != self.num_bytes:
                 raise ValueError("changed since the run began")
-            return pages
+        return memory_map
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """A view of the file. Refuses tokens that are outside the vocabulary."""
-        tokens = np.frombuffer(self.pages, "<u2", length, HEADER_BYTES + 2 * start)
+        tokens = np.frombuffer(self.memory_map, "<u2", length, HEADER_BYTES + 2 * start)
         if tokens.max(initial=0) >= self.vocab_size:
             raise UserError(f"{self.path}: token {tokens.max()} among the {length} from {start} on "
                             f"is outside vocab_size={self.vocab_size}; the shard is damaged, or "
@@ -374,17 +349,17 @@ class Shard:
     def release_pages(self) -> None:
         """Return what was read to the system: resident memory does not grow with the data."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            self.pages.madvise(mmap.MADV_DONTNEED)
+            self.memory_map.madvise(mmap.MADV_DONTNEED)
 
 
 class Loader:
     """The batches of a set of shards, in order; batch `index` is the same at any world size.
 
-    A batch is made of pieces of text, of equal length. With segment_tokens they come from places
-    all over the shard (lane_starts); with align_documents each is a sequence that starts at a
-    document (aligned_starts); otherwise they follow each other, as in the published records. The
-    batch is cut into sequences, and micro-step m of rank r takes sequence m · world_size + r.
-    Of several epochs, each has its own order of the shards.
+    A batch is micro_steps × world_size sequences, and micro-step m of rank r takes sequence
+    m · world_size + r. Sequences follow each other in the shard, as in the published records, or
+    each starts at a document (align_documents: aligned_starts). A sequence is one segment of text;
+    with segment_tokens it is several shorter ones, from places all over the shard (lane_starts).
+    With epochs above 1 each epoch reads the shards in an order of its own.
     """
 
     def __init__(self, pattern: str, batch_tokens: int, sequence_tokens: int,
@@ -405,14 +380,14 @@ class Loader:
                            for number in generator.permutation(len(shards))]
         self.batch_tokens = batch_tokens
         self.sequence_tokens = sequence_tokens
-        self.segment_tokens = segment_tokens or batch_tokens
-        self.piece_tokens = min(self.segment_tokens, sequence_tokens)
+        self.segment_tokens = segment_tokens or sequence_tokens
+        self.num_lanes = batch_tokens // segment_tokens if segment_tokens else 1
         self.micro_steps = batch_tokens // (world_size * sequence_tokens)   # sequences of a rank
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
-        self.starts = {}    # where the pieces start, by shard: [batches, pieces]
-        self.batches = []   # (shard, number in the shard) of each batch
+        self.starts = {}    # where segments start, for each shard: [batches, segments]
+        self.batches = []   # (shard, index within it) of each batch
         for shard in self.shards:
             if len(self.batches) >= batches_needed:
                 break
@@ -420,12 +395,12 @@ class Loader:
                 self.starts[shard] = aligned_starts(shard, batch_tokens // sequence_tokens,
                                                     sequence_tokens, document_token)
             elif shard not in self.starts:
-                self.starts[shard] = lane_starts(shard, batch_tokens, self.segment_tokens,
-                                                 self.piece_tokens, share)
-            self.batches += [(shard, number) for number in range(len(self.starts[shard]))]
-        self.index = 0              # of the next batch; the loader's only state
-        self.prefetched = {}        # {index: future} of the batch that is read in the background
-        # each thread has a current CUDA device: pinning memory would open a context on GPU 0
+                self.starts[shard] = lane_starts(shard, self.num_lanes, batch_tokens,
+                                                 self.segment_tokens, share)
+            self.batches += [(shard, index) for index in range(len(self.starts[shard]))]
+        self.index = 0              # of the next batch: all that a checkpoint needs
+        self.prefetched = {}        # {index: future} of a batch that is read in the background
+        # the current CUDA device is a thread's own: pinning memory would open a context on GPU 0
         initializer = torch.cuda.set_device if self.device.type == "cuda" else None
         self.reader = ThreadPoolExecutor(1, "loader", initializer, (self.device,))
 
@@ -444,30 +419,31 @@ class Loader:
         self.index += stride
         if self.index < len(self):
             self.prefetched = {self.index: self.reader.submit(self.read, self.index)}
-        # clone: a compiled graph copies an input that is not aligned in memory, as a slice is
-        return [(pieces[:, :-1].clone().flatten(), pieces[:, 1:].long().flatten())
-                for pieces in tokens]
+        # clone: a compiled graph would copy a slice, whose memory is not aligned, in every call
+        return [(segments[:, :-1].clone().flatten(), segments[:, 1:].long().flatten())
+                for segments in tokens]
 
     def read(self, index: int) -> Tensor:
-        """This rank's part of a batch, on the host: int32 [micro-steps, pieces, tokens + 1]."""
-        shard, number = self.batches[index]
-        starts = self.starts[shard][number].reshape(self.micro_steps, self.world_size, -1)
+        """This rank's part of a batch, on the host: int32 [micro-steps, segments, tokens + 1]."""
+        shard, index_in_shard = self.batches[index]
+        starts = self.starts[shard][index_in_shard].reshape(self.micro_steps, self.world_size, -1)
         starts = starts[:, self.rank]
-        host = torch.empty((*starts.shape, self.piece_tokens + 1), dtype=torch.int32,
+        host = torch.empty((*starts.shape, self.segment_tokens + 1), dtype=torch.int32,
                            pin_memory=self.device.type == "cuda")
         tokens = host.numpy()
         for place, start in np.ndenumerate(starts):
-            tokens[place] = shard.tokens(start, self.piece_tokens + 1)
+            tokens[place] = shard.tokens(start, self.segment_tokens + 1)
         shard.release_pages()
         return host
 
 
-def lane_starts(shard: Shard, batch_tokens: int, segment_tokens: int, piece_tokens: int,
+def lane_starts(shard: Shard, num_lanes: int, batch_tokens: int, segment_tokens: int,
                 share: float = 1.0) -> np.ndarray:
-    """Where the pieces of each batch start: [batches, pieces].
+    """Where the segments of each batch start: [batches, segments].
 
-    A shard is cut into as many lanes as a batch has segments, and every batch takes the next
-    segment of each lane. With 3 segments:
+    Without segment_tokens in the hyperparameters the whole shard is one lane, of which every batch
+    takes the next sequences. With them it is cut into a lane for each segment of a batch, and every
+    batch takes the next segment of each lane. With 3 segments:
 
         shard      lane 0             lane 1             lane 2             unused rest
                    AAAABBBBCCCC…      AAAABBBBCCCC…      AAAABBBBCCCC…      …
@@ -477,12 +453,14 @@ def lane_starts(shard: Shard, batch_tokens: int, segment_tokens: int, piece_toke
     Without lanes a small batch would be one article: training then needs twice the tokens for the
     same loss. Batches take the first `share` of each lane; the rest is for counting n-grams.
     """
-    lane_tokens = tokens_per_lane(shard, batch_tokens // segment_tokens)
-    num_batches = int(share * lane_tokens) // segment_tokens
-    position = np.arange(0, batch_tokens, piece_tokens)     # of the pieces within a batch
-    lane = position // segment_tokens
-    first_batch = lane * lane_tokens + position % segment_tokens
-    return first_batch + segment_tokens * np.arange(num_batches)[:, None]
+    lane_tokens = tokens_per_lane(shard, num_lanes)
+    taken = batch_tokens // num_lanes   # by a batch, of each lane
+    num_batches = int(share * lane_tokens) // taken
+    batch_offset = np.arange(num_batches)[:, None, None] * taken
+    lane_offset = np.arange(num_lanes)[:, None] * lane_tokens
+    segment_offset = np.arange(0, taken, segment_tokens)
+    starts = batch_offset + lane_offset + segment_offset  # [batches, lanes, segments of a lane]
+    return starts.reshape(num_batches, batch_tokens // segment_tokens)
 
 
 def tokens_per_lane(shard: Shard, num_lanes: int) -> int:
@@ -494,33 +472,33 @@ def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
     """Where the sequences of each batch start: [batches, sequences]. All start at a document.
 
     The last document of a sequence is cut; the next sequence starts at the first document after it.
-    As in the system of 2025-07-13, a shard ends where fewer than twice a batch's tokens are left.
+    As in the system of 2025-07-13, a batch has twice its tokens to find its sequences in, and the
+    shard ends where fewer are left.
     """
-    tokens = shard.tokens(0, shard.num_tokens)
-    documents = np.flatnonzero(tokens == document_token)
-    documents_and_end = np.append(documents, shard.num_tokens)
+    documents = np.flatnonzero(shard.tokens(0, shard.num_tokens) == document_token)
     shard.release_pages()
 
     def first_document(position: int) -> int:
         """The first one at the position or after it; the end of the shard where there is none."""
-        number = np.searchsorted(documents_and_end[:-1], position)
-        return documents_and_end[number]
+        index = np.searchsorted(documents, position)
+        return documents[index] if index < len(documents) else shard.num_tokens
 
     batches = []
-    position = 0    # where the next batch may begin
+    position = 0
     span = 2 * num_sequences * sequence_tokens
     while position + span + 1 < shard.num_tokens:  # 1: the last target
+        end = position + span
         starts = []
-        start = first_document(position)
+        position = first_document(position)
         for _ in range(num_sequences):
-            starts.append(start)
-            start = first_document(start + sequence_tokens)
-        if start >= position + span:
-            raise UserError(f"{shard.path}: from token {position} on, fewer than {num_sequences} "
-                            f"sequences that start at a document lie in {span} tokens; its "
-                            "documents are too long, give --align_documents=false")
+            starts.append(position)
+            position = first_document(position + sequence_tokens)
+        if position >= end:
+            raise UserError(f"{shard.path}: in {span} tokens from {end - span} on there are not "
+                            f"{num_sequences} sequences that start at a document, and a document "
+                            "after them; give --align_documents=false, or the --document_token "
+                            "of its tokenizer")
         batches.append(starts)
-        position = start
     return np.array(batches, dtype=np.int64).reshape(-1, num_sequences)
 
 
@@ -528,14 +506,15 @@ class Data(NamedTuple):
     """What a run reads."""
     train: Loader
     val: Loader
-    bytes_per_token: float | None   # of the validation text, where a manifest says so
-    hashes: dict                    # path of each shard: its sha256 by the manifest, or None
+    # for the log: text bytes per token of validation, sha256 by path; None without a manifest
+    bytes_per_token: float | None
+    hashes: dict
 
 
 # ═══ 4  Masks and attention: causal ∧ same document ∧ within the window ═══════════════════════════
 
 def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
-    """(window_tokens, window_blocks) of a step; one of them may be NO_LIMIT.
+    """(window_tokens, window_blocks) of a step; one is NO_LIMIT, but not with token_in_block.
 
     A query at position q sees the key at position k where q − k < window_tokens and
     q // BLOCK − k // BLOCK < window_blocks.
@@ -545,11 +524,9 @@ def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
     round_to_unit = math.ceil if hp.window_rounding == "up" else math.floor
     tokens = max(unit, round_to_unit(tokens / unit) * unit)
     blocks = math.ceil(tokens / BLOCK)
-    if hp.window_unit == "block":
-        return NO_LIMIT, blocks
-    if hp.window_unit == "token":
-        return tokens, NO_LIMIT
-    return tokens, blocks  # token_in_block, as in the system of 2024-12-08
+    by_tokens = hp.window_unit in ("token", "token_in_block")
+    by_blocks = hp.window_unit in ("block", "token_in_block")  # both: the system of 2024-12-08
+    return tokens if by_tokens else NO_LIMIT, blocks if by_blocks else NO_LIMIT
 
 
 def short_window(window: Tensor) -> Tensor:
@@ -564,56 +541,46 @@ def blocks_back(window_tokens: int, window_blocks: int) -> int:
 
 
 def max_blocks_back(hp: Hyperparameters) -> int:
-    """The same for the whole run, which gives banded attention its shape."""
+    """The largest blocks_back of the run."""
     return max(blocks_back(*window_at(hp, step)) for step in (0, hp.num_steps))
 
 
-class Mask(NamedTuple):
-    """What each query may look at, in the form that the attention back end takes."""
-    block_mask: BlockMask | None = None     # flex
-    flex_options: dict | None = None        # flex: tiles of its kernels
-    bias: Tensor | None = None              # banded
-
-
 def document_ids(inputs: Tensor, document_token: int, segment_tokens: int) -> Tensor:
-    """The index of each token's document. A segment counts as a document."""
+    """The index of each token's document; a segment counts as a document."""
     starts = inputs == document_token
     if segment_tokens:
         starts = starts | (torch.arange(len(inputs), device=inputs.device) % segment_tokens == 0)
     return starts.cumsum(0, dtype=torch.int32)
 
 
-def build_mask(documents: Tensor, window: Tensor, attention: str, band_blocks: int,
-               flex_options: dict | None = None) -> Mask:
-    """The mask of a sequence for an attention back end.
+def build_mask(documents: Tensor, window: Tensor, hardware: Hardware,
+               band_blocks: int) -> Tensor | BlockMask:
+    """What attend takes: a BlockMask for FlexAttention, a bias of 0 and −∞ for banded attention.
 
-    documents: the index of each token's document, non-decreasing along the sequence.
-    window: int32 (tokens, blocks) of window_at; band_blocks: max_blocks_back of the run.
+    documents: of document_ids, non-decreasing. window: int32 (tokens, blocks) of window_at.
+    band_blocks: max_blocks_back of the run, to which a compiled graph keeps.
     """
-    if attention == "flex":
-        return Mask(flex_block_mask(documents, window), flex_options)
-    band_blocks = min(band_blocks, len(documents) // BLOCK - 1)
+    if hardware.attention == "flex":
+        return flex_block_mask(documents, window)
     if documents.device.type == "cpu" and not torch.compiler.is_compiling():
-        # only the band of this step's window; a compiled graph must keep one shape
-        band_blocks = min(band_blocks, blocks_back(*window.tolist()))
-    return Mask(bias=band_bias(documents, window, band_blocks))
+        band_blocks = blocks_back(*window.tolist())  # no more than this step needs
+    return band_bias(documents, window, min(band_blocks, len(documents) // BLOCK - 1))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask,
+           scale: float | None = None) -> Tensor:
     """Softmax attention under the mask; everything is [tokens, heads, head_dim].
 
     scale: the factor on q·k; None: 1/√head_dim.
     """
-    if mask.block_mask is not None:
+    if isinstance(mask, BlockMask):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = flex_attention(q, k, v, block_mask=mask.block_mask, scale=scale,
-                             kernel_options=mask.flex_options)
-        return out.squeeze(0).transpose(0, 1)  # the backward pass of [0] would copy
-    bias = mask.bias.type_as(q)
-    span = bias.size(-1)
+        out = flex_attention(q, k, v, block_mask=mask, scale=scale)
+        return out.squeeze(0).transpose(0, 1)  # squeeze: the backward pass of [0] would copy
+    span = mask.size(-1)
     queries = q.view(-1, BLOCK, *q.shape[1:]).transpose(1, 2)  # [blocks, heads, BLOCK, head_dim]
     out = F.scaled_dot_product_attention(queries, key_bands(k, span), key_bands(v, span),
-                                         attn_mask=bias, scale=scale)
+                                         attn_mask=mask.type_as(q), scale=scale)
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -622,30 +589,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = No
 def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
     """For each block of queries, the blocks of keys that it sees in part, and those in full."""
     window_tokens, window_blocks = window.unbind()
+    # [blocks]: the document of a block's first token, and of its last
+    first_document = documents.view(-1, BLOCK)[:, 0].contiguous()
+    last_document = documents.view(-1, BLOCK)[:, -1].contiguous()
+    block = torch.arange(len(first_document), dtype=torch.int32, device=documents.device)
+    # [query block, key block]: how many blocks and how many tokens the key is before the query
+    distance = block[:, None] - block
+    min_distance = (distance - 1) * BLOCK + 1
+    max_distance = (distance + 1) * BLOCK - 1
+    in_window = (distance >= 0) & (distance < window_blocks)
+    # some query sees some key: documents never decrease, so it is enough that these overlap
+    partial = in_window & (min_distance < window_tokens)
+    partial = partial & (first_document[:, None] <= last_document)
+    # every query sees every key: an earlier block, of one document from first key to last query
+    full = in_window & (distance > 0) & (max_distance < window_tokens)
+    full = full & (last_document[:, None] == first_document)
 
-    def mask_mod(batch, head, query, key):  # the lists below already hold the window in blocks
-        same_document = documents[query] == documents[key]
-        return (query >= key) & same_document & (query - key < window_tokens)
-
-    def ordered(wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """From true or false for each pair of blocks: how many, and their indices first."""
+    def as_list(wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """For each query block: how many key blocks are wanted, and all of them, wanted ones first.
+        """
         count = wanted.sum(dim=-1, dtype=torch.int32)
         indices = wanted.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
         return count[None, None].contiguous(), indices[None, None].contiguous()
 
-    # [blocks]: the document of a block's first token, and of its last
-    first = documents.view(-1, BLOCK)[:, 0].contiguous()
-    last = documents.view(-1, BLOCK)[:, -1].contiguous()
-    block = torch.arange(len(first), dtype=torch.int32, device=documents.device)
-    distance = block[:, None] - block  # [query block, key block]
-    nearest = (distance - 1) * BLOCK + 1    # the smallest query − key of the two blocks
-    farthest = (distance + 1) * BLOCK - 1   # the largest
-    near = (distance >= 0) & (distance < window_blocks)
-    # some query sees some key: the two blocks share a document, as numbers never decrease
-    touched = near & (nearest < window_tokens) & (first[:, None] <= last)
-    # every query sees every key: earlier blocks, of one document from first key to last query
-    full = near & (distance > 0) & (farthest < window_tokens) & (last[:, None] == first)
-    return BlockMask.from_kv_blocks(*ordered(touched & ~full), *ordered(full), BLOCK,
+    def mask_mod(batch, head, query, key):  # of a block seen in part, which is in window_blocks
+        same_document = documents[query] == documents[key]
+        return (query >= key) & same_document & (query - key < window_tokens)
+
+    return BlockMask.from_kv_blocks(*as_list(partial & ~full), *as_list(full), BLOCK,
                                     mask_mod=mask_mod)
 
 
@@ -675,6 +646,44 @@ def key_bands(x: Tensor, span: int) -> Tensor:
 
 
 # ═══ 5  Model: a U-Net of transformer blocks over one long sequence (batch size 1) ════════════════
+
+# ── what differs between layers: each is a name or the tuple itself ───────────────────────────────
+
+def layers_without_attention(hp: Hyperparameters) -> tuple:
+    second_decoder = min(hp.num_layers // 2 + 1, hp.num_layers - 1)
+    named = {"none": (), "second_decoder": (second_decoder,)}
+    return named.get(hp.no_attention, hp.no_attention)
+
+
+def layers_with_short_window(hp: Hyperparameters) -> tuple:
+    last = hp.num_layers - 1
+    third = hp.num_layers // 3
+    inner = {*range(hp.num_layers)} - {0, third, last - third, last}
+    named = {"none": (), "inner": tuple(sorted(inner))}
+    return named.get(hp.short_window_layers, hp.short_window_layers)
+
+
+def table_of_layer(hp: Hyperparameters) -> tuple:
+    """The index of each layer's table of value embeddings, or None."""
+    layers = hp.num_layers
+    half = layers // 2
+    ends = max(1, layers // 4)
+    named = {
+        "none": (None,) * layers,
+        "per_layer": tuple(range(layers)),
+        # of 12 layers: 0 1 2 3 4 5 5 4 3 2 1 0
+        "mirrored": (*range(half), *reversed(range(half)), *(None,) * (layers % 2)),
+        # of 12 layers: 0 1 2 − − − − − − 0 1 2
+        "ends": (*range(ends), *(None,) * (layers - 2 * ends), *range(ends))}
+    layout = named.get(hp.value_layout, hp.value_layout)
+    # a layer without attention uses no table; those that are used are renumbered from 0
+    used = [None if layer in layers_without_attention(hp) else table
+            for layer, table in enumerate(layout)]
+    tables = sorted({*used} - {None})
+    return tuple(None if table is None else tables.index(table) for table in used)
+
+
+# ── its parts ─────────────────────────────────────────────────────────────────────────────────────
 
 def norm(x: Tensor, eps: float = 0.0) -> Tensor:
     """RMS norm without weights; eps=0: torch.finfo(x.dtype).eps."""
@@ -740,7 +749,7 @@ class Attention(nn.Module):
     def mix_values(self, v: Tensor, value_embedding: Tensor | None) -> Tensor:
         """The stream's values with those of a value table, or of the first layer."""
         if self.value_mix.ndim == 0:  # value_lambdas=1
-            # v with itself is v, and gives the parameter a zero gradient, as DDP needs
+            # v mixed with itself is v, and value_mix has the gradient, of zero, that DDP needs
             other = v if value_embedding is None else value_embedding
             return torch.lerp(v, other, self.value_mix.type_as(v))
         own_weight, embedding_weight = self.value_mix.type_as(v)
@@ -749,9 +758,9 @@ class Attention(nn.Module):
         return own_weight * v + embedding_weight * value_embedding
 
     def forward(self, x: Tensor, value_embedding: Tensor | None,
-                mask: Mask) -> tuple[Tensor, Tensor]:
+                mask: Tensor | BlockMask) -> tuple[Tensor, Tensor]:
         """Returns the output and this layer's own values, for first_layer_values."""
-        # three parameters, since Muon orthogonalizes each alone, but one product
+        # three parameters, since Muon orthogonalizes each alone, but one matmul
         weights = [project.weight.type_as(x) for project in (self.query, self.key, self.value)]
         qkv = F.linear(x, torch.cat(weights))
         q, k, v = qkv.view(len(x), 3, self.num_heads, -1).unbind(1)
@@ -778,7 +787,7 @@ class ReluSquared(torch.autograd.Function):
 
 def relu_squared(x: Tensor) -> Tensor:
     """ReLU²: arxiv.org/abs/2109.08668"""
-    if torch.compiler.is_compiling():  # which fuses it with the matmuls around it
+    if torch.compiler.is_compiling():  # Inductor fuses this form with the matmuls
         return F.relu(x).square()
     return ReluSquared.apply(x)
 
@@ -788,7 +797,7 @@ class Block(nn.Module):
 
     def __init__(self, hp: Hyperparameters, layer: int, rotary: Rotary):
         super().__init__()
-        has_attention = layer not in hp.layers_without_attention
+        has_attention = layer not in layers_without_attention(hp)
         self.norm_eps = hp.norm_eps
         self.attention = Attention(hp, rotary) if has_attention else None
         self.up = Linear(hp.model_dim, hp.mlp_ratio * hp.model_dim, hp.init_bound)
@@ -796,7 +805,7 @@ class Block(nn.Module):
         self.mix = nn.Parameter(torch.tensor([1.0, 0.0]))
 
     def forward(self, x: Tensor, x0: Tensor, value_embedding: Tensor | None,
-                mask: Mask) -> tuple[Tensor, Tensor | None]:
+                mask: Tensor | BlockMask) -> tuple[Tensor, Tensor | None]:
         stream_weight, x0_weight = self.mix.type_as(x)
         x = stream_weight * x + x0_weight * x0
         values = None
@@ -812,36 +821,37 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Blocks that encode, then blocks that decode and take the encoder's outputs in reverse."""
 
-    def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.float32,
-                 attention: str = "banded", flex_options: dict | None = None):
+    def __init__(self, hp: Hyperparameters, hardware: Hardware = Hardware(), micro_steps: int = 1):
+        """micro_steps: of an optimizer step, for the scale of FP8 gradients."""
         super().__init__()
         self.hp = hp
-        self.dtype = dtype
-        self.attention = attention
-        self.flex_options = flex_options
+        self.hardware = hardware
+        self.micro_steps = micro_steps
+        self.dtype = hardware.dtype
+        self.loss_dtype = torch.promote_types(self.dtype, torch.float32)
         self.band_blocks = max_blocks_back(hp)
-        self.micro_steps = 1    # set by Trainer, for the scale of FP8 gradients
-        # computed here, since Dynamo cannot trace these properties
-        self.value_tables = hp.value_tables
-        self.short_layers = hp.layers_with_short_window
+        # computed here, since Dynamo cannot trace these functions
+        self.table_of_layer = table_of_layer(hp)
+        self.short_layers = layers_with_short_window(hp)
+        num_tables = len({*self.table_of_layer} - {None})
+        rows = hp.padded_vocab if hp.pad_embeddings else hp.vocab_size
         rotary = Rotary(hp.model_dim // hp.num_heads,
                         max(hp.sequence_tokens, hp.val_sequence_tokens), hp.rotary_base,
                         hp.rotary_fraction, hp.rotary_endpoint)
-        self.embed = nn.Embedding(hp.embedding_rows, hp.model_dim)
-        self.value_embeds = nn.ModuleList(nn.Embedding(hp.embedding_rows, hp.model_dim)
-                                          for _ in range(hp.num_value_tables))
+        self.embed = nn.Embedding(rows, hp.model_dim)
+        self.value_embeds = nn.ModuleList(nn.Embedding(rows, hp.model_dim)
+                                          for _ in range(num_tables))
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(hp.num_layers))
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers - hp.num_layers // 2))
         self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
         self.suggestions = None
         if hp.ngram_order or hp.copy_lengths:
             self.suggestions = Suggestions(hp)  # section 11
-        if hp.bf16_embeddings and dtype == torch.bfloat16:
+        if hp.bf16_embeddings and self.dtype == torch.bfloat16:
             self.embed.bfloat16()
             self.value_embeds.bfloat16()
-        if dtype == torch.float64:
+        if self.dtype == torch.float64:
             self.double()
-        self.loss_dtype = torch.promote_types(dtype, torch.float32)
 
     def forward(self, inputs: Tensor, targets: Tensor | None, window: Tensor) -> Tensor:
         """Mean loss, or logits where there are no targets. window: int32 (tokens, blocks)."""
@@ -850,13 +860,14 @@ class GPT(nn.Module):
         num_encoder_layers = hp.num_layers // 2
         segment_tokens = hp.segment_tokens if self.training else 0  # validation is contiguous
         documents = document_ids(inputs, hp.document_token, segment_tokens)
-        mask = self.build_mask(documents, window)
+        mask = build_mask(documents, window, self.hardware, self.band_blocks)
         short_mask = mask
         if self.short_layers:
-            short_mask = self.build_mask(documents, short_window(window))
+            short_mask = build_mask(documents, short_window(window), self.hardware,
+                                    self.band_blocks)
         x = self.embed(inputs).to(self.dtype)
         if self.suggestions is not None:
-            x, *suggested = self.suggestions.add_to_embedding(x, inputs, documents)
+            x, probs, copies = self.suggestions.add_to_embedding(x, inputs, documents)
         x0 = norm(x, hp.norm_eps)
         x = x0
         value_embeddings = [embed(inputs).to(self.dtype).view(len(x), hp.num_heads, -1)
@@ -866,11 +877,11 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             if layer >= num_encoder_layers and skips:  # with odd layers the last one has no skip
                 # U-Net: the encoder's outputs, last in first out
-                x = x + self.skip_weights[layer - num_encoder_layers].type_as(x) * skips.pop()
-            table = self.value_tables[layer]
-            value_embedding = first_values  # None without first_layer_values
-            if table is not None:
-                value_embedding = value_embeddings[table]
+                skip_weight = self.skip_weights[layer - num_encoder_layers].type_as(x)
+                x = x + skip_weight * skips.pop()
+            table = self.table_of_layer[layer]
+            # first_values: None without first_layer_values
+            value_embedding = first_values if table is None else value_embeddings[table]
             layer_mask = short_mask if layer in self.short_layers else mask
             x, values = block(x, x0, value_embedding, layer_mask)
             if hp.first_layer_values and first_values is None:
@@ -880,19 +891,17 @@ class GPT(nn.Module):
         x = norm(x, hp.norm_eps)
         logits = self.head_logits(x)
         if self.suggestions is not None:
-            logits = self.suggestions.add_to_logits(logits, x, *suggested)
+            logits = self.suggestions.add_to_logits(logits, x, probs, copies)
         return logits if targets is None else F.cross_entropy(logits, targets)
 
-    def build_mask(self, documents: Tensor, window: Tensor) -> Mask:
-        return build_mask(documents, window, self.attention, self.band_blocks, self.flex_options)
-
     def head_logits(self, x: Tensor) -> Tensor:
-        """The head's output, scaled and capped. Training with fp8_head computes it in FP8."""
+        """The head's output, scaled and capped; in training with fp8_head in FP8 (section 11)."""
         hp = self.hp
-        # fit_to_hardware has turned fp8_head off where there is no FP8; Float8Matmul: section 11
+        # fit_to_hardware sets fp8_head=False on GPUs without FP8; a CPU emulates it
         if hp.fp8_head and self.training and self.dtype != torch.float64:
+            # after a norm no entry of x exceeds √model_dim; the largest number in e4m3 is 448
             x_scale = hp.fp8_x_scale or 448 / hp.model_dim**0.5
-            # a mean over micro-steps, or over tokens, makes the gradient that much smaller
+            # the loss is a mean over micro-steps, and over tokens without sum_loss
             grad_scale = hp.fp8_grad_scale * self.micro_steps
             if not hp.sum_loss:
                 grad_scale *= len(x)
@@ -904,7 +913,7 @@ class GPT(nn.Module):
         if hp.logit_scale != 1:
             logits = logits * (hp.logit_scale or hp.model_dim**-0.5)
         if hp.softcap:
-            # [None]: else Inductor takes this for a scaled softmax and reads the logits three times
+            # [None]: Inductor would take it for part of a softmax and read the logits three times
             logits = (hp.softcap * torch.tanh(logits[None] / hp.softcap)).squeeze(0)
         return logits
 
@@ -952,13 +961,14 @@ def orthogonal_updates(grads: list[Tensor], buffers: list[Tensor], momentum: Ten
 
 def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: float,
                   found_inf: Tensor | None) -> None:
-    """p −= rate · (decay · p + scale · update), one fused call for each shape.
+    """p −= rate · (decay · p + scale · update), with one call for each shape.
 
-    There may be more updates than parameters: the last ones repeat the first (Muon.own_params).
+    There may be more updates than parameters (Muon.own_params); the last are not used.
     """
     if found_inf is not None:
         updates = torch.where(found_inf > 0, 0.0, updates)  # 0 · NaN would be NaN
-        rate = torch.where(found_inf > 0, 0.0, rate)        # of the weight decay
+        rate = torch.where(found_inf > 0, 0.0, rate)        # for the weight decay
+    # by shape: Inductor fuses _foreach_addcmul_ only if all tensors have the same factor
     for shape in dict.fromkeys(p.shape for p in params):
         same_shape = [p for p in params if p.shape == shape]
         their_updates = [update if shape == update.shape else update.mT
@@ -977,13 +987,13 @@ def update_scale(p: Tensor) -> float:
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized by Newton–Schulz (https://kellerjordan.github.io/posts/muon).
 
-    Parameters of the same shape, or transposed, form a group, the largest first. Each rank keeps
-    the momentum of its share of a group, and orthogonalizes that share. An asynchronous all-gather
-    exchanges the updates while the next group is computed, and while Adam runs between
-    start_updates and finish_updates. One rank needs no process group.
+    Parameters of the same shape, or transposed, form a group. Each rank keeps the momentum of its
+    share of a group, and orthogonalizes that share. An asynchronous all-gather exchanges the
+    updates of a group while the next one is computed, and while Adam runs between start_updates
+    and finish_updates: the largest matrices come first. One rank needs no process group.
     """
 
-    def __init__(self, params, lr=0.02, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0,
+    def __init__(self, params, lr=0.05, momentum=0.95, nesterov=True, lerp=True, weight_decay=0.0,
                  steps=5, rank=0, world_size=1, dtype=torch.float32, compiled=False):
         params = list(params)
         assert all(p.ndim == 2 for p in params), "Muon takes matrices only"
@@ -1005,13 +1015,15 @@ class Muon(torch.optim.Optimizer):
                                       steps=steps, weight_decay=weight_decay))
         for p in self.all_own_params():
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        self.found_inf = None   # as of fused Adam; a tensor above 0: no parameter changes
 
     def params_per_rank(self, group: dict) -> int:
         return math.ceil(len(group["params"]) / self.world_size)
 
     def own_params(self, group: dict) -> list[Tensor]:
-        """This rank's share of a group. The last ranks repeat the first parameters of the group:
-        the all-gather takes equally many from each.
+        """This rank's share of a group.
+
+        The all-gather takes equally many from each rank: the last ones repeat the first parameters.
         """
         params = group["params"]
         share = self.params_per_rank(group)
@@ -1048,16 +1060,19 @@ class Muon(torch.optim.Optimizer):
         return started
 
     @torch.no_grad()
-    def finish_updates(self, started: list[tuple], found_inf: Tensor | None = None) -> None:
-        """Apply what start_updates returned; found_inf above zero: no parameter changes."""
+    def finish_updates(self, started: list[tuple]) -> None:
+        """Apply what start_updates returned."""
         for group, updates, handle in started:
             if handle:
                 handle.wait()
             rate = self.as_tensor(group["lr"], group["params"][0])
-            self.apply_updates(group["params"], updates, rate, group["weight_decay"], found_inf)
+            self.apply_updates(group["params"], updates, rate, group["weight_decay"],
+                               self.found_inf)
 
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
-        """A compiled function recompiles for each new Python number; it takes tensors of the host.
+        """A number that may change in every step: as a Python number it would be compiled in.
+
+        Compiled functions take it from the host, without a copy to the GPU.
         """
         return torch.tensor(value, dtype=p.dtype, device=None if self.compiled else p.device)
 
@@ -1103,15 +1118,18 @@ def adam_eps_at(hp: Hyperparameters, step: int) -> float:
     return hp.adam_eps / math.sqrt(1 - hp.adam_beta2 ** (step + 1))
 
 
-def set_schedules(hp: Hyperparameters, step: int, optimizers: tuple, window: Tensor) -> None:
-    """Set the rates, Adam's eps, Muon's momentum and the attention window of a step."""
-    adam, muon = optimizers
+def set_schedules(hp: Hyperparameters, step: int, adam: torch.optim.Adam, muon: Muon) -> None:
+    """Set the rates, Adam's eps and Muon's momentum of a step."""
     for group in (*adam.param_groups, *muon.param_groups):
         group["lr"] = group["base_lr"] * rate_at(hp, step)
     for group in adam.param_groups:
         group["eps"] = adam_eps_at(hp, step)
     for group in muon.param_groups:
         group["momentum"] = momentum_at(hp, step)
+
+
+def set_window(hp: Hyperparameters, step: int, window: Tensor) -> None:
+    """Set the attention window of a step: a tensor, so that a change recompiles nothing."""
     window.copy_(torch.tensor(window_at(hp, step), dtype=torch.int32), non_blocking=True)
 
 
@@ -1121,11 +1139,16 @@ def base_rates(hp: Hyperparameters) -> dict[str, float]:
     return dict(embed=hp.embed_rate, head=hp.head_rate, scalar=hp.scalar_rate, muon=hp.muon_rate)
 
 
-def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
+def is_embedding(name: str) -> bool:
+    """Whether a parameter is an embedding; Trainer.reduce_embeddings averages their gradients."""
+    return "embed" in name
+
+
+def optimizer_groups(model: GPT) -> dict[str, dict[str, Tensor]]:
     """The parameters of each group by name: every parameter is in exactly one."""
-    groups = {kind: dict(lr=lr, params={}) for kind, lr in base_rates(hp).items()}
+    groups = dict(embed={}, head={}, scalar={}, muon={})
     for name, p in model.named_parameters():
-        if "embed" in name:
+        if is_embedding(name):
             kind = "embed"
         elif name.startswith(("head.", "suggestions.")):  # and the gates of the suggestions
             kind = "head"
@@ -1135,41 +1158,39 @@ def optimizer_groups(hp: Hyperparameters, model: GPT) -> dict[str, dict]:
             kind = "muon"
         else:
             raise UserError(f"parameter {name} has no optimizer; give it one in optimizer_groups")
-        groups[kind]["params"][name] = p
+        groups[kind][name] = p
     return groups
 
 
 def build_optimizers(hp: Hyperparameters, model: GPT,
                      hardware: Hardware) -> tuple[torch.optim.Adam, Muon]:
-    groups = optimizer_groups(hp, model)
-    adam_groups = [dict(params=list(groups[kind]["params"].values()), lr=groups[kind]["lr"])
+    """base_lr: the rate before its schedule."""
+    groups = optimizer_groups(model)
+    rates = base_rates(hp)
+    adam_groups = [dict(params=list(groups[kind].values()), base_lr=rates[kind])
                    for kind in ("embed", "head", "scalar")]
-    adam = torch.optim.Adam(adam_groups, betas=(hp.adam_beta1, hp.adam_beta2), eps=hp.adam_eps,
-                            fused=True)
-    muon = Muon(groups["muon"]["params"].values(), lr=hp.muon_rate, momentum=hp.muon_momentum,
-                nesterov=hp.muon_nesterov, lerp=hp.muon_lerp, weight_decay=hp.muon_decay,
-                steps=hp.muon_steps, rank=hardware.rank, world_size=hardware.world_size,
-                dtype=hardware.muon_dtype,
+    adam = torch.optim.Adam(adam_groups, betas=(hp.adam_beta1, hp.adam_beta2), fused=True)
+    muon = Muon(groups["muon"].values(), momentum=hp.muon_momentum, nesterov=hp.muon_nesterov,
+                lerp=hp.muon_lerp, weight_decay=hp.muon_decay, steps=hp.muon_steps,
+                rank=hardware.rank, world_size=hardware.world_size, dtype=hardware.muon_dtype,
                 compiled=hardware.compile and hardware.device.type == "cuda")
-    for group in (*adam.param_groups, *muon.param_groups):
-        group["base_lr"] = group["lr"]
+    for group in muon.param_groups:
+        group["base_lr"] = rates["muon"]
     return adam, muon
 
 
 # ═══ 7  The step and the loop ═════════════════════════════════════════════════════════════════════
-# A step: forward and backward pass of each micro-step, gradients averaged over the ranks, Adam and
-# Muon. On CUDA the host does not wait: it reads a loss while the GPU computes the next step.
 
 def wrap_ddp(model: nn.Module, hardware: Hardware, bucket_mb: int = 108) -> nn.Module:
     """DDP averages the gradients over the ranks, in buckets, during the backward pass.
 
-    All but those of the embeddings: they come last, with no backward pass left to hide behind, and
-    Trainer.reduce_embeddings averages them. Dynamo cuts the graph at each bucket and cannot fuse
-    across cuts: few buckets, each of four layers of h100, so that the cuts are between layers.
+    Those of the embeddings are ready last: Trainer.reduce_embeddings averages them, during
+    Newton–Schulz. Dynamo splits the graph at each bucket and cannot fuse across splits: 108 MB are
+    four layers of h100.
     """
     if hardware.world_size == 1:
         return model
-    embeddings = [name for name, _ in model.named_parameters() if "embed" in name]
+    embeddings = [name for name, _ in model.named_parameters() if is_embedding(name)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, embeddings)
     device_ids = [hardware.device] if hardware.device.type == "cuda" else None
     # init_sync=False: all ranks start from the same seed, and check_ranks_agree compares them
@@ -1208,11 +1229,9 @@ class Trainer:
         self.hardware = hardware
         self.data = data
         torch.manual_seed(hp.seed)
-        self.model = GPT(hp, hardware.dtype, hardware.attention, hardware.flex_options)
-        self.model.to(hardware.device)
-        self.model.micro_steps = data.train.micro_steps
+        self.model = GPT(hp, hardware, data.train.micro_steps).to(hardware.device)
         self.window = torch.zeros(2, dtype=torch.int32, device=hardware.device)
-        self.optimizers = build_optimizers(hp, self.model, hardware)  # Adam, Muon
+        self.adam, self.muon = build_optimizers(hp, self.model, hardware)
         # the same weights three times: ddp_model trains, compiled_model validates, and model,
         # with parameters under their plain names, is what checkpoints hold
         self.compiled_model = self.model
@@ -1222,30 +1241,31 @@ class Trainer:
         self.clock = Clock(hardware.device)
         self.stop_requested = False     # by a signal to this rank
         self.stopping = False           # all ranks learn it in the same step
+        self.diverged = torch.zeros((), dtype=torch.bool, device=hardware.device)
         self.unread = collections.deque()   # metrics of steps that the host has not read yet
-        # 0, or NaN from a loss or gradient on that is not finite
-        self.nan_flag = torch.zeros((), dtype=self.model.loss_dtype, device=hardware.device)
 
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> None:
         """One optimizer step; `step` counts from 0. read_losses (section 12) returns its loss.
 
-        From a loss or gradient on that is not finite, no step changes a weight; read_losses raises.
+        Once a loss or a gradient is not finite, no step changes a weight, and read_losses raises.
         """
-        adam, muon = self.optimizers
-        set_schedules(self.hp, step, self.optimizers, self.window)
+        set_schedules(self.hp, step, self.adam, self.muon)
+        set_window(self.hp, step, self.window)
         mean_loss = self.accumulate_gradients(batch)
         # the embeddings' gradients are averaged during Newton–Schulz; Muon's updates are gathered
         # while Adam computes
         reductions = self.reduce_embeddings()
-        muon_updates = muon.start_updates()
+        muon_updates = self.muon.start_updates()
         for work in reductions:
             work.wait()
-        metrics = queue_metrics(self, mean_loss, step)          # section 12
-        self.nan_flag.add_(metrics.sum(), alpha=0)              # 0 · ∞ is NaN, as is 0 · NaN
-        found_inf = self.nan_flag.isnan().float()
-        adam.found_inf = found_inf  # at 1 fused Adam changes nothing
-        adam.step()
-        muon.finish_updates(muon_updates, found_inf)
+        metrics = self.sum_metrics(mean_loss)
+        queue_metrics(self, step, metrics)  # for the host: section 12
+        self.diverged |= (0 * metrics.sum()).isnan()    # 0 · ∞ is NaN, as is 0 · NaN
+        found_inf = self.diverged.float()
+        self.adam.found_inf = found_inf  # at 1 fused Adam changes nothing
+        self.muon.found_inf = found_inf
+        self.adam.step()
+        self.muon.finish_updates(muon_updates)
         self.model.zero_grad(set_to_none=True)
 
     def accumulate_gradients(self, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -1257,7 +1277,7 @@ class Trainer:
             with context:
                 loss = self.ddp_model(inputs, targets, self.window) / len(batch)
                 mean_loss += loss.detach()
-                if self.hp.sum_loss:  # over the tokens of a sequence; still a mean over sequences
+                if self.hp.sum_loss:  # over a sequence's tokens; still a mean over sequences
                     loss = loss * self.hp.sequence_tokens
                 loss.backward()
         return mean_loss
@@ -1267,26 +1287,37 @@ class Trainer:
         if self.hardware.world_size == 1:
             return []
         return [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True)
-                for name, p in self.model.named_parameters() if "embed" in name]
+                for name, p in self.model.named_parameters() if is_embedding(name)]
+
+    def sum_metrics(self, mean_loss: Tensor) -> Tensor:
+        """[loss, requests to stop, largest gradient norm, index of its parameter], summed over the
+        ranks. The gradients are the same on all ranks by now, and so are their norm and its index.
+        """
+        norms = torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters()]))
+        largest_norm, largest = norms.max(dim=0)  # NaN counts as the largest
+        stop = torch.full_like(mean_loss, self.stop_requested)
+        metrics = torch.stack([value.type_as(mean_loss)
+                               for value in (mean_loss, stop, largest_norm, largest)])
+        if self.hardware.world_size > 1:
+            dist.all_reduce(metrics)  # on CUDA the host does not wait for it
+        return metrics
 
     def state_dict(self) -> dict:
         """All that the rest of the training depends on. A collective: Muon gathers its momentum."""
-        adam, muon = self.optimizers
-        return dict(model=self.model.state_dict(), adam=adam.state_dict(), muon=muon.state_dict(),
-                    batch_index=self.data.train.index, rng_state=torch.random.get_rng_state(),
-                    clock_ms=self.clock.now())
+        return dict(model=self.model.state_dict(), adam=self.adam.state_dict(),
+                    muon=self.muon.state_dict(), batch_index=self.data.train.index,
+                    rng_state=torch.random.get_rng_state())
 
     def load_state_dict(self, state: dict) -> None:
         """The state of a run with any number of ranks; rates and other settings stay our own."""
         self.model.load_state_dict(state["model"])
-        for optimizer, name in zip(self.optimizers, ("adam", "muon")):
+        for optimizer, saved in ((self.adam, state["adam"]), (self.muon, state["muon"])):
             groups = [dict(group) for group in optimizer.param_groups]
-            optimizer.load_state_dict(state[name])
+            optimizer.load_state_dict(saved)
             for group, ours in zip(optimizer.param_groups, groups):
                 group.update(ours)
         self.data.train.index = state["batch_index"]
         torch.random.set_rng_state(state["rng_state"])
-        self.clock.ms = dict(state["clock_ms"])
 
 
 @dataclass
@@ -1294,10 +1325,10 @@ class Run:
     """Where a run writes, and the checkpoint that it resumes from."""
     folder: Path
     checkpoint: dict | None = None
-    log_sizes: dict = dataclasses.field(default_factory=dict)   # of the logs at the checkpoint
-    notes: list[str] = dataclasses.field(default_factory=list)  # for the log
+    log_sizes: dict = field(default_factory=dict)   # of the logs at the checkpoint
+    notes: list[str] = field(default_factory=list)  # for the log
     # of this file, for the log: read at the start, since it may be edited during the run
-    source: str = dataclasses.field(default_factory=lambda: Path(__file__).read_text("utf-8"))
+    source: str = field(default_factory=lambda: Path(__file__).read_text("utf-8"))
 
 
 def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
@@ -1315,14 +1346,13 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
     if hardware.compile:
         log.write("compiling and warming up …")
         clock.switch("warmup")
-        warm_up_together(trainer)
-    graphs = count_compiled_graphs()
+        warm_up(trainer)    # section 13
+    graphs_before = count_compiled_graphs()
     clock.switch("train")
     with (SignalHandler(trainer) as signals,
           Saver(run.folder, hardware.rank == 0, start_step) as saver,
           profile_steps(hp, hardware, run.folder) as profiler):
-        # `step` steps are done: log, save, validate; then stop, or do the next one
-        for step in range(start_step, hp.num_steps + 1):
+        for step in range(start_step, hp.num_steps + 1):  # here `step` steps are done
             last_step = step == hp.num_steps
             val_due = last_step or (hp.val_every > 0 and step % hp.val_every == 0)
             save_due = hp.save_every > 0 and (last_step or step % hp.save_every == 0)
@@ -1335,8 +1365,8 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
                 save_checkpoint(trainer, saver, log, step)
             if val_due and not trainer.stopping:
                 result = validate(trainer, log, step)
-            if trainer.stopping:
-                save_checkpoint(trainer, saver, log, step)
+            if trainer.stopping:  # perhaps since the validation
+                save_checkpoint(trainer, saver, log, step)  # unless this step is saved
             if trainer.stopping or last_step:
                 break
             signals.check_launcher()  # stops if torchrun was killed
@@ -1348,8 +1378,10 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
         saver.wait()
         if trainer.stopping:
             return report_stop(trainer, log, saver, signals, step)
-        finish(trainer, log, result, count_compiled_graphs() - graphs)
-        return 128 + signals.number if signals.number else 0  # a signal after the last step
+        finish(trainer, log, result, recompiles=count_compiled_graphs() - graphs_before)
+        if signals.number:  # a signal after the last step
+            return 128 + signals.number
+        return 0
 
 
 ####################################################################################################
@@ -1399,22 +1431,23 @@ class Logger:
                    f"commit: {commit or 'unknown'}{' (dirty)' if dirty else ''}",
                    f"source_sha256: {source_sha256}"]
         machine = environment(hardware)
-        if self.sizes["log.txt"]:  # resumed, perhaps with another source
-            self.put("log.txt", "\n".join(program))
+        if run.log_sizes:  # the log continues, perhaps with another source and machine
+            self.put("log.txt", "\n".join([*program, *machine]))
         else:
             values = asdict(hp)
             settings = [f"{name}: {value!r}  # {hp.origins[name]}"
                         for name, value in values.items()]
             shards = {shard.path: dict(tokens=shard.num_tokens, sha256=data.hashes[shard.path])
                       for shard in (*data.train.shards, *data.val.shards)}
-            files = [f"shard: {path} {shard['tokens']:,} tokens sha256 "
-                     f"{shard['sha256'] or 'unknown'}" for path, shard in shards.items()]
+            files = [f"shard: {path} {entry['tokens']:,} tokens sha256 "
+                     f"{entry['sha256'] or 'unknown'}" for path, entry in shards.items()]
             self.put("log.txt", "\n".join([run.source, SEPARATOR, *program, *settings, *machine,
                                            *files, SEPARATOR]))
             self.record(start=True, command=sys.argv, commit=commit or None, dirty=dirty,
                         source_sha256=source_sha256, hyperparameters=values, origins=hp.origins,
                         environment=machine, shards=shards)
-        self.write(*machine, *describe_preset(hp), *run.notes)  # again, for the screen
+        self.put("standard output", "\n".join(machine))
+        self.write(*describe_preset(hp), *run.notes)
 
     def write(self, *lines: str) -> None:
         self.put("log.txt", "\n".join(lines))
@@ -1448,25 +1481,24 @@ class Logger:
                                      refresh=False)
             self.bar.update(step - self.bar.n)
             if step % hp.log_every == 0 or step in (1, hp.num_steps):
-                # with the schedules of the step that was just done, which counts from 0
-                line = self.step(trainer, step, schedule_step=step - 1, train_loss=loss)
+                line = self.record_step(trainer, step, train_loss=loss)
                 self.put("log.txt", line)
                 if self.bar.disable:  # else the bar shows it
                     self.put("standard output", line)
 
-    def val_loss(self, trainer: Trainer, step: int, result: dict) -> None:
-        self.write(self.step(trainer, step, schedule_step=step, **result))
-
-    def step(self, trainer: Trainer, step: int, schedule_step: int, **values) -> str:
-        """Record a training or validation loss in metrics.jsonl. Returns the line for log.txt."""
+    def record_step(self, trainer: Trainer, step: int, **values) -> str:
+        """Write train_loss, or what evaluate returns, to metrics.jsonl. Returns a line of the log.
+        """
         hp = trainer.hp
         times_ms = trainer.clock.now()
+        name = "val_loss" if "val_loss" in values else "train_loss"
+        # schedules count from 0: the loss after n steps is of step n − 1
+        schedule_step = step if name == "val_loss" else step - 1
         rates = {kind: rate * rate_at(hp, schedule_step) for kind, rate in base_rates(hp).items()}
         window = [size if size < NO_LIMIT else None for size in window_at(hp, schedule_step)]
         self.record(step=step, tokens=step * hp.batch_tokens, **values, rates=rates,
                     momentum=momentum_at(hp, schedule_step), window=window, times_ms=times_ms,
                     memory_mib=peak_memory_mib(trainer.hardware.device))
-        name = "val_loss" if "val_loss" in values else "train_loss"
         train_ms = times_ms["train"]
         average = train_ms / step if step else math.nan
         return (f"step:{step}/{hp.num_steps} {name}:{values[name]:.4f} train_time:{train_ms:.0f}ms "
@@ -1484,7 +1516,7 @@ def profile_steps(hp: Hyperparameters, hardware: Hardware, folder: Path):
 
 def warn(sentence: str) -> None:
     with contextlib.suppress(OSError):  # where even that cannot be written
-        print(f"warning: {sentence}; training continues", file=sys.stderr, flush=True)
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def peak_memory_mib(device: torch.device) -> float:
@@ -1534,9 +1566,11 @@ def command_output(*command: str) -> str:
 # ═══ 9  Checkpoints ═══════════════════════════════════════════════════════════════════════════════
 
 CHECKPOINT_FORMAT = 2
-# Entries of a checkpoint that a model.pt does not have.
-TRAINING_STATE = {"step", "adam", "muon", "batch_index", "rng_state", "clock_ms", "origins",
-                  "log_sizes"}
+# What a checkpoint has besides the entries of a model.pt.
+TRAINING_STATE = {"origins", "clock_ms", "log_sizes", "adam", "muon", "batch_index", "rng_state"}
+# What a damaged or foreign file can make Python and PyTorch raise.
+FOREIGN_ERRORS = (UserError, OSError, ValueError, LookupError, TypeError, AttributeError,
+                  RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError)
 
 
 class Saver:
@@ -1545,7 +1579,7 @@ class Saver:
     def __init__(self, folder: Path, enabled: bool, start_step: int = 0):
         self.folder = folder
         self.enabled = enabled          # on rank 0
-        self.saved_step = start_step    # of the last checkpoint, or where the run starts
+        self.saved_step = start_step    # of the last checkpoint, even if it failed
         self.thread = ThreadPoolExecutor(1)
         self.pending = None     # the last file, perhaps still being written
         self.failed = False     # the last file could not be written
@@ -1575,9 +1609,10 @@ class Saver:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            if keep:  # a file of a later step is a damaged one that resume skipped: not counted
-                older = [old for old in checkpoints(self.folder) if step_of(old) <= step_of(path)]
-                for old in older[:-keep]:
+            if keep:
+                # those of later steps are damaged: the run that resumed has skipped them
+                good = [each for each in checkpoints(self.folder) if step_of(each) <= step_of(path)]
+                for old in good[:-keep]:
                     old.unlink(missing_ok=True)
             self.failed = False
         except (OSError, RuntimeError) as error:
@@ -1591,6 +1626,7 @@ class Saver:
 
 def save_model(trainer: Trainer, saver: Saver) -> None:
     hp = trainer.hp
+    # no copy: this is after the last step
     saver.save("model.pt", dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(hp),
                                 step=hp.num_steps, model=trainer.model.state_dict()))
 
@@ -1604,7 +1640,8 @@ def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, step: int) -> N
     state = trainer.state_dict()
     if saver.enabled:
         about = dict(format=CHECKPOINT_FORMAT, hyperparameters=asdict(trainer.hp),
-                     origins=trainer.hp.origins, step=step, log_sizes=dict(log.sizes))
+                     origins=trainer.hp.origins, step=step, clock_ms=trainer.clock.now(),
+                     log_sizes=dict(log.sizes))
         saver.save(f"checkpoint_{step:07d}.pt", about | copy_to_host(state),
                    trainer.hp.keep_checkpoints)
 
@@ -1616,7 +1653,9 @@ def copy_to_host(state):
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, sorted by step."""
-    return sorted(folder.glob("checkpoint_*[0-9].pt"), key=step_of)
+    found = [path for path in folder.glob("checkpoint_*.pt")
+             if re.fullmatch(r"checkpoint_\d+\.pt", path.name)]
+    return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -1624,8 +1663,12 @@ def step_of(path: Path) -> int:
 
 
 def read_checkpoint(path: Path, to_resume: bool = False) -> dict:
-    """A checkpoint or a model.pt. Nothing in it is executed; its tensors are memory-mapped."""
-    with explained(f"{path} cannot be loaded", "give another checkpoint or model.pt"):
+    """A checkpoint or a model.pt, with its hyperparameters as such.
+
+    Nothing in it is executed, and its tensors are memory-mapped.
+    """
+    with explained(f"{path} cannot be loaded", "give another checkpoint or model.pt",
+                   FOREIGN_ERRORS):
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load does not compare checksums
         if damaged:
@@ -1633,17 +1676,19 @@ def read_checkpoint(path: Path, to_resume: bool = False) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if state["format"] != CHECKPOINT_FORMAT:
             raise ValueError(f"its format is {state['format']}, not {CHECKPOINT_FORMAT}")
+        missing = {"hyperparameters", "step", "model"} - state.keys()
+        if to_resume:
+            missing |= TRAINING_STATE - state.keys()
+        if missing:
+            raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
         saved = state["hyperparameters"]
         missing = FIELDS.keys() - MAY_CHANGE_ON_RESUME - saved.keys()
         if missing:  # the default of this file could change the training
             raise ValueError("an older train_gpt.py wrote it, without "
                              f"{', '.join(sorted(missing))}")
-        state["hyperparameters"] = {name: saved[name] for name in FIELDS if name in saved}
-        check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
-        missing = TRAINING_STATE - state.keys()
-        if to_resume and missing:  # a model.pt, say
-            raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
-        return state
+        hp = Hyperparameters(**{name: saved[name] for name in FIELDS if name in saved})
+        check_hyperparameters(hp)
+        return state | dict(hyperparameters=hp)
 
 
 def restore(trainer: Trainer, checkpoint: dict) -> int:
@@ -1651,103 +1696,108 @@ def restore(trainer: Trainer, checkpoint: dict) -> int:
     step = checkpoint["step"]
     require(trainer.hp, step <= trainer.hp.num_steps, "num_steps",
             f"at least {step}, the step of the checkpoint")
-    with explained("the checkpoint does not fit", "give one of this training"):
-        trainer.load_state_dict(copy_to_host(checkpoint))  # its file may be deleted during the run
+    with explained("the checkpoint does not fit", "give one of this training",
+                   (RuntimeError, ValueError, KeyError)):  # of PyTorch's load_state_dict
+        trainer.load_state_dict(copy_to_host(checkpoint))  # not mapped to the file any more
+    trainer.clock.ms = dict(checkpoint["clock_ms"])
     return step
 
 
 def find_run(hp: Hyperparameters) -> Run:
     """The folder of the run and the checkpoint to resume from, by hp.resume and hp.run_id."""
     logs = Path(hp.log_dir)
-    resume = Path(hp.resume)
     new_id = f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{uuid.uuid4().hex[:8]}"
-    run = Run(logs / (hp.run_id or new_id))
-    # ranks that torchrun restarts get the same options, and continue what they began
-    continues = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    folder = logs / (hp.run_id or new_id)
 
     if hp.resume == "auto":
-        continues = True
-        saved = list(logs.glob("*/checkpoint_*[0-9].pt"))
+        saved = [path for each in logs.glob("*") for path in checkpoints(each)]
         if saved and not hp.run_id:  # the run that was saved last
-            run.folder = max(saved, key=os.path.getmtime).parent
-    elif hp.resume and resume.is_dir():
-        continues = True
-        run.folder = resume
-        if not checkpoints(resume):
-            raise UserError(f"--resume={resume}: there is no checkpoint; give another folder")
-    elif hp.resume:  # a new run from a checkpoint
-        run.checkpoint = read_checkpoint(resume, to_resume=True)
-        step = run.checkpoint["step"]
-        run.notes = [f"resuming from {resume}, step {step}"]
-        if not hp.run_id:
-            old_folder = resume.resolve().parent
-            run.folder = old_folder.with_name(f"{old_folder.name}_from_{step}")
+            folder = max(saved, key=os.path.getmtime).parent
+        return resume_newest(folder)
 
-    if continues:
-        resume_newest(run)
-        if not run.checkpoint:
-            run.notes = ["no checkpoint to resume from: a new run"]
-    elif (run.folder / "log.txt").exists() or checkpoints(run.folder):
-        raise UserError(f"{run.folder} holds a run already; continue it with "
-                        f"--resume={run.folder}, or give another --run_id")
+    if os.path.isdir(hp.resume):
+        if not checkpoints(Path(hp.resume)):
+            raise UserError(f"--resume={hp.resume}: there is no checkpoint; give another folder")
+        return resume_newest(Path(hp.resume))
+
+    run = Run(folder)
+    if hp.resume:  # a new run from a checkpoint
+        run.checkpoint = read_checkpoint(Path(hp.resume), to_resume=True)
+        step = run.checkpoint["step"]
+        run.notes = [f"resuming from {hp.resume}, step {step}"]
+        if not hp.run_id:
+            old_folder = Path(hp.resume).resolve().parent
+            if hp.origins["log_dir"] == "default":
+                logs = old_folder.parent
+            run.folder = logs / f"{old_folder.name}_from_{step}"
+
+    saved = checkpoints(run.folder)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        # torchrun restarts ranks with the same options: with a run_id they find their run
+        return resume_newest(run.folder) if saved else run
+    if saved or (run.folder / "log.txt").exists():
+        remedy = f"continue it with --resume={run.folder}, or " if saved else ""
+        raise UserError(f"{run.folder} holds a run already; {remedy}give another --run_id")
     return run
 
 
-def resume_newest(run: Run) -> None:
-    """Find the newest checkpoint in the run's folder that is not damaged, if there is any."""
-    skipped = []
-    for path in reversed(checkpoints(run.folder)):
+def resume_newest(folder: Path) -> Run:
+    """From the newest checkpoint that is not damaged; where there is none, a new run."""
+    notes = []
+    for path in reversed(checkpoints(folder)):
         try:
-            run.checkpoint = read_checkpoint(path, to_resume=True)
+            checkpoint = read_checkpoint(path, to_resume=True)
         except UserError as error:
-            skipped.append(f"skipped: {error}")
+            notes.append(f"skipped: {error}")
             continue
-        run.log_sizes = run.checkpoint["log_sizes"]
-        run.notes = [*skipped, f"resuming from {path}, step {run.checkpoint['step']}"]
-        return
-    if skipped:
-        raise UserError(f"{run.folder} cannot be resumed: {'; '.join(skipped)}")
-    if (run.folder / "model.pt").exists():
-        raise UserError(f"{run.folder} holds a finished run without checkpoints; give another "
-                        "--run_id")
+        notes.append(f"resuming from {path}, step {checkpoint['step']}")
+        return Run(folder, checkpoint, checkpoint["log_sizes"], notes)
+    if notes:
+        raise UserError(f"{folder} cannot be resumed: {'; '.join(notes)}")
+    if (folder / "model.pt").exists():
+        raise UserError(f"{folder} holds a finished run without checkpoints; give another --run_id")
+    return Run(folder, notes=["no checkpoint to resume from: a new run"])
 
 
 def load_model(path: str, hardware: Hardware) -> GPT:
     """The model of a model.pt, a checkpoint or a run's folder, with its own hyperparameters."""
     file = Path(path)
     if file.is_dir():
-        saved = [*checkpoints(file), file / "model.pt"]
-        file = next(path for path in reversed(saved) if path.exists() or len(saved) == 1)
+        saved = checkpoints(file)
+        file = file / "model.pt"
+        if saved and not file.exists():
+            file = saved[-1]
     state = read_checkpoint(file)
-    hp = Hyperparameters(**state["hyperparameters"])
+    hp = state["hyperparameters"]
     # the rotary table is as long as the longest of both, and a file may claim any length
     hp.sequence_tokens = min(hp.sequence_tokens, 2**16)
     hp.val_sequence_tokens = 0
-    with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run"):
-        model = GPT(hp, hardware.dtype, "banded")
+    model = GPT(hp, replace(hardware, attention="banded"))  # flex trains and scores only compiled
+    with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run",
+                   (RuntimeError, KeyError)):
         model.load_state_dict(state["model"])
     return model.to(hardware.device).eval()
 
 
 # ═══ 10  Evaluation ═══════════════════════════════════════════════════════════════════════════════
 
-def validate(trainer: Trainer, log: Logger, step: int) -> dict:
-    """Evaluate with the window of this step, and log the result."""
+def validate(trainer: Trainer, log: Logger, step: int) -> dict | None:
+    """Evaluate with the window of this step, and log the result. None if a signal ended it."""
     trainer.clock.switch("val")
     check_ranks_agree(trainer, step)
-    set_schedules(trainer.hp, step, trainer.optimizers, trainer.window)
+    set_window(trainer.hp, step, trainer.window)
     result = evaluate(trainer)
     trainer.clock.switch("train")
-    if not trainer.stopping:
-        log.val_loss(trainer, step, result)
+    if result:
+        log.write(log.record_step(trainer, step, **result))
     return result
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer) -> dict:
+def evaluate(trainer: Trainer) -> dict | None:
     """Loss per token, and bits per byte of text where that is known, over the val_tokens.
 
-    A signal ends it early: then trainer.stopping is set on all ranks, and the result is not valid.
+    A signal ends it early: then trainer.stopping is set on all ranks, and there is no result.
     """
     hp = trainer.hp
     hardware = trainer.hardware
@@ -1755,7 +1805,7 @@ def evaluate(trainer: Trainer) -> dict:
     num_sequences = hp.val_tokens // loader.sequence_tokens
     first = hp.val_start // loader.sequence_tokens
     loss_sum = 0.0
-    text_tokens = 0
+    text_tokens = 0     # those that start no document
     loader.index = first + hardware.rank
     trainer.compiled_model.eval()
     while loader.index < first + num_sequences and not trainer.stop_requested:
@@ -1764,12 +1814,14 @@ def evaluate(trainer: Trainer) -> dict:
         text_tokens += (targets != hp.document_token).sum().item()
     trainer.compiled_model.train()
     totals = torch.tensor([loss_sum, text_tokens, trainer.stop_requested], dtype=torch.float64)
-    loss_sum, text_tokens, stops = all_reduce_sum(totals, hardware)
-    trainer.stopping = stops > 0
+    loss_sum, text_tokens, stops = all_reduce_sum(totals, hardware).tolist()
+    if stops > 0:
+        trainer.stopping = True
+        return None
     val_loss = loss_sum / num_sequences
-    if not math.isfinite(val_loss) and not trainer.stopping:
+    if not math.isfinite(val_loss):
         raise not_finite_error(trainer, trainer.data.train.index,
-                               f"the validation loss is {val_loss}")
+                               f"the validation loss is {val_loss}", "all parameters are finite")
     bytes_per_token = trainer.data.bytes_per_token
     if hp.is_byte_level:
         bytes_per_token = text_tokens / hp.val_tokens
@@ -1804,13 +1856,12 @@ def sample(model: GPT, prompt: str, settings: Hyperparameters) -> str:
     if max(tokens) >= hp.vocab_size:
         raise UserError(f"--sample: the text has token {max(tokens)} and the model knows "
                         f"{hp.vocab_size} tokens; give text of its own kind")
-    device = model.skip_weights.device
     generator = torch.Generator().manual_seed(settings.seed)
-    window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=device)
+    window = last_window(model)
     for _ in range(settings.sample_tokens):
         context = tokens[-hp.sequence_tokens:]
         padding = [hp.document_token] * (-len(context) % BLOCK)
-        inputs = torch.tensor(context + padding, device=device)
+        inputs = torch.tensor(context + padding, device=window.device)
         logits = model(inputs, None, window)[len(context) - 1, :hp.vocab_size].float().cpu()
         if settings.top_k:
             lowest = logits.topk(min(settings.top_k, len(logits))).values[-1]
@@ -1826,14 +1877,19 @@ def sample(model: GPT, prompt: str, settings: Hyperparameters) -> str:
     return escape_control_characters(text)
 
 
+def last_window(model: GPT) -> Tensor:
+    """The window at the end of the training, on the model's device."""
+    tokens_and_blocks = window_at(model.hp, model.hp.num_steps)
+    return torch.tensor(tokens_and_blocks, dtype=torch.int32, device=model.skip_weights.device)
+
+
 @torch.no_grad()
 def score_hellaswag(folder: str, model: GPT) -> dict:
     hp = model.hp
-    device = model.skip_weights.device
-    window = torch.tensor(window_at(hp, hp.num_steps), dtype=torch.int32, device=device)
+    window = last_window(model)
 
     def token_losses(tokens: np.ndarray) -> np.ndarray:
-        inputs = torch.from_numpy(tokens).to(device)
+        inputs = torch.from_numpy(tokens).to(window.device)
         logits = model(inputs, None, window)
         return F.cross_entropy(logits[:-1], inputs[1:], reduction="none").cpu().double().numpy()
 
@@ -1843,19 +1899,13 @@ def score_hellaswag(folder: str, model: GPT) -> dict:
 
 
 def finish(trainer: Trainer, log: Logger, result: dict, recompiles: int) -> None:
-    """Log the final loss, times, memory, HellaSwag's score, a sample, and where the files are.
+    """Log the final loss, times, memory, a sample, where the files are, and HellaSwag's score.
 
     On rank 0, without collectives: the other ranks have left.
     """
     if trainer.hardware.rank != 0:
         return
     hp = trainer.hp
-    trainer.model.attention = "banded"  # what follows is not compiled
-    model = trainer.model.eval()
-    if hp.hellaswag:
-        score = score_hellaswag(hp.hellaswag, model)
-        log.write(score["line"])
-        log.record(hellaswag=score["hellaswag"], tasks=score["tasks"])
     bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     reached = "reached" if result["val_loss"] <= hp.target_loss else "not reached"
     target = f" (target {hp.target_loss} {reached})" if hp.target_loss else ""
@@ -1866,6 +1916,9 @@ def finish(trainer: Trainer, log: Logger, result: dict, recompiles: int) -> None
               f"{hp.num_steps * hp.batch_tokens:,} tokens", f"clocks: {clocks}",
               f"recompiles after warm-up: {recompiles}; peak memory: {memory_mib:,.0f} MiB")
     log.record(end=True, **result, recompiles=recompiles, times_ms=times_ms)
+
+    model = trainer.model.eval()
+    model.hardware = replace(trainer.hardware, attention="banded")  # flex needs the compiled model
     try:
         log.write("sample:", sample(model, "", hp))
     except UserError as error:
@@ -1873,31 +1926,36 @@ def finish(trainer: Trainer, log: Logger, result: dict, recompiles: int) -> None
     log.write(f"log: {log.folder / 'log.txt'}")
     if (log.folder / "model.pt").is_file():
         log.write(f"model: {log.folder / 'model.pt'}")
+    if hp.hellaswag:
+        score = score_hellaswag(hp.hellaswag, model)
+        log.write(score["line"])
+        log.record(hellaswag=score["hellaswag"], tasks=score["tasks"])
 
 
-# ═══ 11  What only some runs use ══════════════════════════════════════════════════════════════════
+# ═══ 11  What some runs use ═══════════════════════════════════════════════════════════════════════
 
 # ── the laptop run: n-grams and copies of earlier text suggest the next token ─────────────────────
 
-MAX_SUCCESSORS = 32     # kept of each context
-TOKEN_BITS = 9          # of each token in the integer of a context
+MAX_SUCCESSORS = 32     # that are kept of each context
+TOKEN_BITS = 9          # of each token in a packed context
 TOKEN_MASK = 2**TOKEN_BITS - 1
-HASH_FACTOR = 0x5851F42D4C957F2D  # of a linear congruential generator by Knuth
 COUNT_BITS = 24         # of the count of a successor, while a table is sorted
+HASH_FACTOR = 0x5851F42D4C957F2D  # for hashes of texts; Knuth's linear congruential generator
 
 
 class NGrams(nn.Module):
     """Probabilities of the next token by counts of n-grams; the model learns to correct them.
 
     What follows each context of 1 to `order` tokens is counted once, before the first step: seconds
-    for a text that the model would read for an hour (count_ngrams). The probability of
-    a token is (count − discount) / total, and what the discounts leave over goes to the next
-    shorter context.
+    for a text that the model would read for an hour (count_ngrams). The probability of a token is
+    (count − discount) / total; the discounts are left over for the next shorter context.
 
-    The table of an order has its contexts, sorted, as integers of 9 bits a token, the newest token
-    in the highest bits (so that >> drops the oldest); for each of them where its successors start;
-    and the successors with their probabilities, the most frequent first. These two end in
-    MAX_SUCCESSORS zeros, so that as many can be read from any start.
+    Buffers of the contexts of n tokens:
+        contexts_n    each once, sorted, packed into 9 bits a token, the newest in the highest bits
+        starts_n      where the successors of each context start
+        successors_n  the tokens that follow, the most frequent first; in the end MAX_SUCCESSORS
+                      zeros, so that as many can be read from any start
+        probs_n       the probabilities of these tokens
     """
 
     def __init__(self, order: int, vocab_size: int):
@@ -1912,10 +1970,11 @@ class NGrams(nn.Module):
                            probs=torch.zeros(MAX_SUCCESSORS, dtype=torch.float16))
 
     def set_table(self, n: int, **table: Tensor) -> None:
-        self.set_extra_state({f"{name}_{n}": tensor for name, tensor in table.items()})
+        for name, tensor in table.items():
+            self.register_buffer(f"{name}_{n}", tensor.to(self.unigrams.device), persistent=False)
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """What model.pt holds of this module: the sizes of the tables depend on the text."""
+        """The tables in a state_dict: load_state_dict refuses buffers of another size."""
         return dict(self.named_buffers())
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
@@ -1927,7 +1986,7 @@ class NGrams(nn.Module):
         """The probabilities of every token after each input: [tokens, vocabulary]."""
         mixture = self.unigrams.new_zeros(len(inputs), len(self.unigrams))
         left_over = mixture.new_ones(len(inputs), 1)  # what all longer contexts leave over
-        numbers = torch.arange(MAX_SUCCESSORS, device=inputs.device)
+        column = torch.arange(MAX_SUCCESSORS, device=inputs.device)
         context = torch.zeros_like(inputs, dtype=torch.int64)
         for back in range(self.order):
             context = (context << TOKEN_BITS) | shifted(inputs, back)
@@ -1939,19 +1998,19 @@ class NGrams(nn.Module):
             found = in_document & (contexts[row] == context)
             start = starts[row]
             length = torch.where(found, starts[row + 1] - start, 0)
-            # one gather of MAX_SUCCESSORS entries for each token: a step takes 3 % less time
-            successor = windows(getattr(self, f"successors_{n}")).index_select(0, start)
-            prob = windows(getattr(self, f"probs_{n}")).index_select(0, start)
-            prob = torch.where(numbers < length[:, None], prob.to(mixture.dtype), 0.0)
+            successor = entries_from(start, getattr(self, f"successors_{n}"))
+            prob = entries_from(start, getattr(self, f"probs_{n}"))
+            prob = torch.where(column < length[:, None], prob.to(mixture.dtype), 0.0)
             mixture.scatter_add_(1, successor.long(), left_over * prob)
+            # min: rounded to float16 they may sum to 1, and a probability of 0 has no logarithm
             left_over = left_over * (1 - prob.sum(dim=1, keepdim=True)).clamp(min=1e-4)
             context = context >> TOKEN_BITS  # without the oldest token
         return mixture.addcmul_(left_over, self.unigrams)
 
 
-def windows(x: Tensor) -> Tensor:
-    """Row i: the MAX_SUCCESSORS entries of x from i on. A view."""
-    return x.unfold(0, MAX_SUCCESSORS, 1)
+def entries_from(start: Tensor, x: Tensor) -> Tensor:
+    """MAX_SUCCESSORS entries of x from each start on: [starts, MAX_SUCCESSORS]."""
+    return x.unfold(0, MAX_SUCCESSORS, 1).index_select(0, start)  # whole rows: 3 % of a step
 
 
 def shifted(x: Tensor, back: int, fill: int = 0) -> Tensor:
@@ -1961,7 +2020,7 @@ def shifted(x: Tensor, back: int, fill: int = 0) -> Tensor:
 
 @torch.no_grad()
 def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[Tensor, Tensor]:
-    """(token, found), each [tokens, lengths]: what followed the last match of so many tokens.
+    """(token, found), each [tokens, lengths]: what followed the latest match of so many tokens.
 
     A match is an earlier occurrence, in the same document, of the `length` tokens up to here.
     """
@@ -1971,10 +2030,11 @@ def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[T
     key = documents.long()
     keys = []
     for length in range(1, lengths[-1] + 1):  # a hash of the document and of the last tokens
-        key = key * HASH_FACTOR + shifted(inputs, length - 1) + 1
+        key = key * HASH_FACTOR + shifted(inputs, length - 1)
         if length in lengths:
             in_document = documents == shifted(documents, length - 1, -1)
             keys.append(torch.where(in_document, key & (2**62 - 1), unmatched))
+    # stable: equal keys are neighbours now, in the order of the text; the one before is the match
     sorted_keys, order = torch.sort(torch.stack(keys), stable=True)
     repeated = sorted_keys[:, 1:] == sorted_keys[:, :-1]
     earlier = torch.full_like(order, -1)
@@ -1983,9 +2043,9 @@ def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[T
 
 
 class Suggestions(nn.Module):
-    """What n-grams and copies suggest as the next token is added to the embedding and the logits.
+    """Adds probabilities of n-grams and copied tokens to the embedding and to the logits.
 
-    A learned gate for each token weighs the part that goes to the logits.
+    What is added to the logits is weighed by gates, which are computed for each token.
     """
 
     def __init__(self, hp: Hyperparameters):
@@ -1998,9 +2058,10 @@ class Suggestions(nn.Module):
             self.ngram_embed = nn.Embedding(hp.padded_vocab, hp.model_dim)
             self.ngram_gate = Linear(hp.model_dim, 1)
         if hp.copy_lengths:
-            # a table for each length, and a row for what was not found
-            self.copy_embed = nn.EmbeddingBag(len(hp.copy_lengths) * hp.padded_vocab + 1,
-                                              hp.model_dim, mode="sum", padding_idx=-1)
+            # a table for each length; padding_idx: its row counts as zero
+            self.not_found = len(hp.copy_lengths) * hp.padded_vocab
+            self.copy_embed = nn.EmbeddingBag(self.not_found + 1, hp.model_dim, mode="sum",
+                                              padding_idx=self.not_found)
             self.copy_gate = Linear(hp.model_dim, len(hp.copy_lengths))
         for p in self.parameters():
             nn.init.zeros_(p)
@@ -2017,7 +2078,7 @@ class Suggestions(nn.Module):
             copies = last_followers(inputs, documents, self.copy_lengths)
             token, found = copies
             table = torch.arange(token.size(1), device=token.device)
-            row = torch.where(found, table * self.vocab_size + token, self.copy_embed.padding_idx)
+            row = torch.where(found, table * self.vocab_size + token, self.not_found)
             x = x + self.copy_embed(row).type_as(x)
         return x, probs, copies
 
@@ -2036,7 +2097,7 @@ class Suggestions(nn.Module):
 # ── n-grams are counted once, before the first step ───────────────────────────────────────────────
 
 def fill_ngrams(trainer: Trainer, log: Logger) -> None:
-    """Count, as part of the training time."""
+    """Fill the tables of n-grams. The time counts as training."""
     hp = trainer.hp
     clock = trainer.clock
     clock.switch("train")
@@ -2058,14 +2119,14 @@ def count_ngrams(ngrams: NGrams, loader: Loader, num_batches: int, limit: int) -
              if length > order]
     if not spans:
         return 0
-    keys, counts = count_equal(read_pairs(spans, order))
+    pairs, counts = sort_and_count(read_pairs(spans, order))
     for n in range(order, 0, -1):
-        ngrams.set_table(n, **tabulate(keys, counts))
-        successor = keys & TOKEN_MASK
-        shorter_context = keys >> (2 * TOKEN_BITS)  # without successor and oldest token
-        keys, counts = count_equal((shorter_context << TOKEN_BITS) | successor)
+        ngrams.set_table(n, **tabulate(pairs, counts))
+        successor = pairs & TOKEN_MASK
+        shorter_context = pairs >> (2 * TOKEN_BITS)  # without successor and oldest token
+        pairs, counts = sort_and_count((shorter_context << TOKEN_BITS) | successor)
     unigrams = np.full(len(ngrams.unigrams), 0.5)
-    unigrams[keys] += counts
+    unigrams[pairs] += counts  # of an empty context and a successor
     ngrams.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
     return sum(length for _, _, length in spans)
 
@@ -2077,15 +2138,16 @@ def unused_spans(loader: Loader, num_batches: int, limit: int) -> list[tuple[Sha
     """
     read = {*loader.batches[:num_batches]}  # a set: epochs repeat batches
     batches_read = collections.Counter(shard for shard, _ in read)
-    num_lanes = loader.batch_tokens // loader.segment_tokens
+    taken = loader.batch_tokens // loader.num_lanes     # by a batch, of each lane
     spans = []
     for shard in dict.fromkeys(loader.shards):
-        lane_tokens = tokens_per_lane(shard, num_lanes)
-        first = batches_read[shard] * loader.segment_tokens + 1  # 1: the last target
-        length = min(lane_tokens - first, limit // num_lanes)  # an equal part of each lane
+        lane_tokens = tokens_per_lane(shard, loader.num_lanes)
+        first = batches_read[shard] * taken + 1  # 1: the last target
+        length = min(lane_tokens - first, limit // loader.num_lanes)  # an equal part of each lane
         if length > 0:
-            spans += [(shard, lane * lane_tokens + first, length) for lane in range(num_lanes)]
-            limit -= length * num_lanes
+            spans += [(shard, lane * lane_tokens + first, length)
+                      for lane in range(loader.num_lanes)]
+            limit -= length * loader.num_lanes
     return spans
 
 
@@ -2098,8 +2160,9 @@ def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
         for first in range(0, length - order, 2**15):  # pieces fit the CPU's cache
             chunk = tokens[first:first + 2**15 + order].astype(np.int64)
             piece = pairs[end:end + len(chunk) - order]
-            newest_to_oldest = reversed(range(order))
-            for offset in (*newest_to_oldest, order):  # the successor last
+            # pair i has the context chunk[i:i + order] and the successor chunk[i + order]
+            newest_to_oldest = range(order - 1, -1, -1)
+            for offset in (*newest_to_oldest, order):
                 piece <<= TOKEN_BITS
                 piece |= chunk[offset:offset + len(piece)]
             end += len(piece)
@@ -2107,41 +2170,42 @@ def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
     return pairs
 
 
-def tabulate(keys: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
-    """The table of an order from its (context, successor) pairs and their counts."""
-    contexts, num_successors = count_equal(keys >> TOKEN_BITS)
+def tabulate(pairs: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
+    """The table of an order from its sorted (context, successor) pairs and their counts."""
+    contexts, num_successors = sort_and_count(pairs >> TOKEN_BITS)
     row = np.repeat(np.arange(len(contexts)), num_successors)
+    # by context, then by count, the highest first: sorts integers of row | rarity | successor
     highest = 2**COUNT_BITS - 1
     rarity = highest - np.minimum(counts, highest)
-    # sorted by context, the most frequent successor first: row | rarity | successor
-    successor = keys & TOKEN_MASK
-    pairs = np.sort((row << (COUNT_BITS + TOKEN_BITS)) | (rarity << TOKEN_BITS) | successor)
-    counts = highest - ((pairs >> TOKEN_BITS) & highest)
-    first = np.cumsum(num_successors) - num_successors      # pair of each context
-    probs = (counts - discounts(counts)) / np.add.reduceat(counts, first)[row]
-    kept = np.arange(len(pairs)) - first[row] < MAX_SUCCESSORS
-    starts = np.cumsum(np.minimum(num_successors, MAX_SUCCESSORS))
-    successors = torch.from_numpy((pairs[kept] & TOKEN_MASK).astype(np.int16))
-    probs = torch.from_numpy(probs[kept].astype(np.float16))
+    successor = pairs & TOKEN_MASK
+    entries = np.sort((row << (COUNT_BITS + TOKEN_BITS)) | (rarity << TOKEN_BITS) | successor)
+    successors = entries & TOKEN_MASK
+    counts = highest - ((entries >> TOKEN_BITS) & highest)
+    first = np.cumsum(num_successors) - num_successors  # entry of each context
+    totals = np.add.reduceat(counts, first)
+    probs = (counts - discounts(counts)) / totals[row]
+    is_kept = np.arange(len(entries)) - first[row] < MAX_SUCCESSORS
+    starts = np.append(0, np.cumsum(np.minimum(num_successors, MAX_SUCCESSORS)))
     padding = (0, MAX_SUCCESSORS)
     return dict(contexts=torch.from_numpy(contexts),
-                starts=torch.from_numpy(np.append(0, starts).astype(np.int32)),
-                successors=F.pad(successors, padding), probs=F.pad(probs, padding))
+                starts=torch.from_numpy(starts.astype(np.int32)),
+                successors=F.pad(torch.from_numpy(successors[is_kept].astype(np.int16)), padding),
+                probs=F.pad(torch.from_numpy(probs[is_kept].astype(np.float16)), padding))
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
     """Modified Kneser–Ney's discount of each count, from how many counts are 1, 2, 3 and 4."""
-    number = [max(1, np.count_nonzero(counts == count)) for count in range(5)]
-    y = number[1] / (number[1] + 2 * number[2])
+    how_many = [max(1, np.count_nonzero(counts == count)) for count in range(5)]
+    y = how_many[1] / (how_many[1] + 2 * how_many[2])
     discount = [0.0]
     for count in (1, 2, 3):  # 3 or more
-        estimate = count - (count + 1) * y * number[count + 1] / number[count]
+        estimate = count - (count + 1) * y * how_many[count + 1] / how_many[count]
         discount.append(min(max(estimate, 0.1), count - 0.1))
     return np.array(discount)[np.minimum(counts, 3)]
 
 
-def count_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """np.unique(values, return_counts=True), but sorts its argument instead of a copy."""
+def sort_and_count(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """np.unique(values, return_counts=True), but sorts the values in place instead of a copy."""
     values.sort()
     is_first = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=is_first[1:])
@@ -2173,16 +2237,19 @@ class Float8Matmul(torch.autograd.Function):
         x_scale, weight_scale, grad_scale = ctx.scales
         grad8 = to_float8(grad, grad_scale, torch.float8_e5m2)
         # _scaled_mm takes a row-major first factor and a column-major second one
-        weight8 = weight8.T.contiguous().T
-        x8 = x8.T.contiguous().T
-        x_grad = scaled_matmul(grad8, weight8, grad_scale * weight_scale, grad.dtype)
-        weight_grad = scaled_matmul(grad8.T.contiguous(), x8, grad_scale * x_scale, torch.float32)
+        x_grad = scaled_matmul(grad8, column_major(weight8), grad_scale * weight_scale, grad.dtype)
+        weight_grad = scaled_matmul(grad8.T.contiguous(), column_major(x8), grad_scale * x_scale,
+                                    torch.float32)
         return x_grad, weight_grad, None, None, None
 
 
 def to_float8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Clamps first: a plain cast may turn what is too large into NaN."""
     return (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+
+
+def column_major(x: Tensor) -> Tensor:
+    return x.T.contiguous().T
 
 
 def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
@@ -2196,37 +2263,10 @@ def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
 
 # ═══ 12  Ranks and faults ═════════════════════════════════════════════════════════════════════════
 
-# What a damaged or foreign file can make Python and PyTorch raise.
-FOREIGN_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
-                  RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError)
-
-
-@contextlib.contextmanager
-def explained(what: str, remedy: str):
-    """Turn an error into a UserError: "what: reason; remedy"."""
-    try:
-        yield
-    except torch.OutOfMemoryError:  # main says what to do
-        raise
-    except (UserError, *FOREIGN_ERRORS) as error:
-        raise UserError(f"{what}: {reason_of(error)}; {remedy}") from None
-
-
-def reason_of(error: BaseException) -> str:
-    """The message of an error on one line, without the name of its class."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    if isinstance(error, pickle.UnpicklingError):  # PyTorch's advice would be to run what is in it
-        return "it is damaged, or holds more than tensors and numbers"
-    return " ".join(str(error).split())[:200] or "no reason was given"
-
-
 def wait_until(is_ready: Callable, hardware: Hardware) -> None:
     """Poll until is_ready(). Several ranks wait for hardware.timeout seconds at most.
 
-    PyTorch's own timeout comes later and would not name the rank that is missing.
+    On CUDA PyTorch's own timeout is later, and would not name the rank that is missing.
     """
     started = time.monotonic()
     while not is_ready():
@@ -2235,82 +2275,70 @@ def wait_until(is_ready: Callable, hardware: Hardware) -> None:
         time.sleep(2e-5)
 
 
-def all_reduce_sum(values: Tensor, hardware: Hardware) -> list:
-    """Sum a tensor over the ranks, in place if it is on the device. Returns a list."""
+def all_reduce_sum(values: Tensor, hardware: Hardware) -> Tensor:
+    """The sum of a tensor over the ranks. Waits for it."""
     if hardware.world_size > 1:
         values = values.to(hardware.device)
         work = dist.all_reduce(values, async_op=True)
         wait_until(work.is_completed, hardware)
         work.wait()
-    return values.tolist()
+    return values
 
 
-# ── the metrics of a step: summed over the ranks; on CUDA the host reads them a step later ────────
+# ── the metrics of a step: on CUDA the host reads them while the GPU computes the next step ───────
 
 class QueuedStep(NamedTuple):
     """A step whose metrics the host has not read yet."""
     step: int
-    metrics: Tensor     # sums over the ranks of what queue_metrics computes
-    is_ready: Callable  # whether they have been copied to the host
+    metrics: Tensor                     # of Trainer.sum_metrics, on the host
+    copied: torch.cuda.Event | None     # recorded after the copy; None: nothing was copied
 
 
-def queue_metrics(trainer: Trainer, mean_loss: Tensor, step: int) -> Tensor:
-    """Sum the loss, the largest gradient norm and stop requests over the ranks; queue the sums.
-
-    Returns them on the device.
-    """
-    hardware = trainer.hardware
-    norms = torch.stack(torch._foreach_norm([p.grad for p in trainer.model.parameters()]))
-    largest_norm, largest = norms.max(dim=0)  # NaN counts as the largest
-    stop = torch.full_like(mean_loss, trainer.stop_requested)
-    values = torch.stack([value.type_as(mean_loss)
-                          for value in (mean_loss, stop, largest_norm, largest)])
-    if hardware.device.type != "cuda":
-        all_reduce_sum(values, hardware)
-        trainer.unread.append(QueuedStep(step, values, lambda: True))
-        return values
-    if hardware.world_size > 1:
-        dist.all_reduce(values)  # the host does not wait for it
-    on_host = torch.empty_like(values, device="cpu", pin_memory=True)
-    on_host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    trainer.unread.append(QueuedStep(step, on_host, copied.query))
-    return values
+def queue_metrics(trainer: Trainer, step: int, metrics: Tensor) -> None:
+    """Start to copy the metrics of a step to the host, for read_losses."""
+    copied = None
+    if trainer.hardware.device.type == "cuda":
+        on_device = metrics
+        metrics = torch.empty_like(on_device, device="cpu", pin_memory=True)
+        metrics.copy_(on_device, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+    trainer.unread.append(QueuedStep(step, metrics, copied))
 
 
 def read_losses(trainer: Trainer, keep: int = 0) -> dict[int, float]:
-    """Read queued steps until `keep` are left, or none if the run stops.
+    """Read all queued steps but the last `keep`; all of them once a rank asks to stop.
 
     Returns {steps done: mean loss}.
     """
     world_size = trainer.hardware.world_size
     losses = {}
-    while len(trainer.unread) > (0 if trainer.stopping else keep):
+    while len(trainer.unread) > keep:
         queued = trainer.unread.popleft()
-        wait_until(queued.is_ready, trainer.hardware)
-        loss_sum, stops, norm_sum, largest_sum = queued.metrics.tolist()
+        if queued.copied:
+            wait_until(queued.copied.query, trainer.hardware)
+        loss_sum, stops, norm_sum, index_sum = queued.metrics.tolist()
         loss = loss_sum / world_size
         steps_done = queued.step + 1
-        trainer.stopping = trainer.stopping or stops > 0
         if not math.isfinite(loss + norm_sum):
             reason = "all gradients are finite"
             if not math.isfinite(norm_sum):
                 names = [name for name, _ in trainer.model.named_parameters()]
-                # the gradients, and so the index, are the same on every rank
-                reason = f"gradient of {names[round(largest_sum / world_size)]} is not finite"
+                # a sum over the ranks of the same index
+                reason = f"gradient of {names[round(index_sum / world_size)]} is not finite"
             raise not_finite_error(trainer, steps_done, f"the loss of step {steps_done} is {loss}",
                                    reason)
         losses[steps_done] = loss
+        if stops > 0:
+            trainer.stopping = True
+            keep = 0
     return losses
 
 
-def not_finite_error(trainer: Trainer, steps_done: int, what: str,
-                     reason: str = "all parameters are finite") -> UserError:
-    """Names the first parameter that is not finite, else the reason; and the last batch."""
+def not_finite_error(trainer: Trainer, steps_done: int, what: str, otherwise: str) -> UserError:
+    """Names the first parameter that is not finite, otherwise the other reason; and the batch."""
     wrong = [name for name, p in trainer.model.named_parameters() if not p.isfinite().all()]
-    if wrong:
-        reason = f"parameter {wrong[0]} is not finite"
+    reason = f"parameter {wrong[0]} is not finite" if wrong else otherwise
     batch_index = max(0, steps_done - 1)
     shard, number = trainer.data.train.batches[batch_index]
     return UserError(f"{what}: {reason}; the batch is {batch_index}, number {number} of "
@@ -2326,31 +2354,37 @@ def join_group(hardware: Hardware) -> None:
         return
     late = f"did not arrive within --timeout={hardware.timeout:g} s"
     remedy = "look at its machine, or wait longer"
+    with explained("the ranks cannot meet", "start them with ./run.sh or torchrun", KeyError):
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
     launcher_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    with explained(f"rank 0 {late}", remedy):  # rank 0 hosts the store where torchrun does not
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+    with explained(f"rank 0 {late}", remedy, dist.DistError):  # else rank 0 hosts it
+        store = dist.TCPStore(address, port,
                               is_master=hardware.rank == 0 and not launcher_hosts_store,
                               timeout=datetime.timedelta(seconds=hardware.timeout))
-        if hardware.launcher_pid:  # it keeps the store over restarts, with dead ranks' addresses
+        if hardware.launcher_pid:
+            # on one machine torchrun keeps its store, with its keys, when it restarts the ranks
             store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         missing = missing_ranks(store, "arrived", hardware.rank, hardware.world_size,
                                 hardware.timeout)
     if missing:  # NCCL would wait for them without naming them
         raise UserError(f"rank {missing} {late}; {remedy}")
     device_id = hardware.device if hardware.device.type == "cuda" else None
-    with explained("the ranks cannot connect", "check the network between their machines"):
+    with explained("the ranks cannot connect", "check the network between their machines",
+                   RuntimeError):
         dist.init_process_group("nccl" if device_id else "gloo", store=store, rank=hardware.rank,
                                 world_size=hardware.world_size, device_id=device_id,
                                 timeout=group_timeout(hardware))
 
 
-def missing_ranks(store: dist.Store, key: str, rank: int, world_size: int, seconds: float) -> str:
+def missing_ranks(store: dist.Store, prefix: str, rank: int, world_size: int,
+                  seconds: float) -> str:
     """Set this rank's key and wait for the others. Returns the ranks that did not set theirs."""
-    keys = [f"{key}{number}" for number in range(world_size)]
+    keys = [f"{prefix}{each}" for each in range(world_size)]
     store.set(keys[rank], "")
     with contextlib.suppress(dist.DistError):  # a timeout: some are missing
         store.wait(keys, datetime.timedelta(seconds=seconds))
-    missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+    missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
     return " and ".join(missing)
 
 
@@ -2385,7 +2419,7 @@ def check_ranks_agree(trainer: Trainer, step: int) -> None:
     suggestions = trainer.model.suggestions
     tables = suggestions.named_buffers() if suggestions else ()
     for name, x in (*trainer.model.named_parameters(), *tables):
-        values[f"parameter {name}"] = x.view(integers[x.element_size()]).sum()
+        values[name] = x.view(integers[x.element_size()]).sum()
     own = torch.stack([value.to(trainer.hardware.device) for value in values.values()])
     gathered = own.new_empty(world_size * len(own))
     dist.all_gather_single(gathered, own)
@@ -2398,11 +2432,16 @@ def check_ranks_agree(trainer: Trainer, step: int) -> None:
                                 "hardware and resume with --resume=auto")
 
 
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether a collective failed because another rank does not answer."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 def silent_ranks_error(error: RuntimeError) -> UserError:
-    """Names the ranks that do not answer after a failed collective: the others set a key."""
+    """Names the ranks that do not answer: each of the others sets a key within some seconds."""
     try:
         store = dist.distributed_c10d._get_default_store()
-        silent = missing_ranks(store, "alive", dist.get_rank(), dist.get_world_size(), seconds=3)
+        silent = missing_ranks(store, "alive", dist.get_rank(), dist.get_world_size(), seconds=10)
     except RuntimeError:
         silent = "0, or its machine,"  # which hosts the store
     return UserError(f"rank {silent or 'unknown'} stopped answering ({reason_of(error)}); look at "
@@ -2418,7 +2457,7 @@ class SignalHandler:
         self.received_at = 0.0
 
     def __enter__(self):
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: SLURM's warning
         self.previous = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
@@ -2429,7 +2468,7 @@ class SignalHandler:
             self.trainer.stop_requested = True
             if self.trainer.hardware.rank == 0:
                 with contextlib.suppress(OSError):  # the terminal may be gone
-                    os.write(2, b"\nstopping after this step; press again to quit now\n")
+                    os.write(2, b"\nstopping after this step; a second signal quits at once\n")
         elif time.monotonic() > self.received_at + 1:
             # earlier it is the same one twice: from SLURM or the terminal, and from torchrun
             os._exit(128 + number)
@@ -2443,14 +2482,13 @@ class SignalHandler:
     def __exit__(self, kind, error, traceback) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        several_ranks = self.trainer.hardware.world_size > 1
-        if isinstance(error, RuntimeError) and self.trainer.stop_requested and several_ranks:
-            os._exit(1)  # torchrun stops this rank because another failed, which has said why
+        if is_lost_connection(error) and self.trainer.stop_requested:
+            os._exit(1)  # another rank failed and reports why; torchrun stopped this one
 
 
 def report_stop(trainer: Trainer, log: Logger, saver: Saver, signals: SignalHandler,
                 step: int) -> int:
-    """Log how to resume. Returns the exit code, 128 + the signal, the same on every rank."""
+    """Log how to resume. Returns the exit code: 128 + the signal that any rank received."""
     number = torch.tensor(signals.number, device=trainer.hardware.device)  # 0 without a signal
     if trainer.hardware.world_size > 1:
         dist.all_reduce(number, dist.ReduceOp.MAX)
@@ -2478,29 +2516,29 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
                         timeout=hp.timeout)
     if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun on one machine
         hardware.launcher_pid = os.getppid()
-    kind = hp.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "mps" and not torch.backends.mps.is_available():
+    device_type = hp.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device=mps: this machine has none; give --device=cpu")
 
-    hardware.device = torch.device(kind)
-    gpu = None          # its properties
-    has_bf16 = False    # fast: GPUs before Ampere emulate it, and on a CPU only Muon gains
-    muon_has_bf16 = False
-    if kind == "cuda":
+    hardware.device = torch.device(device_type)
+    gpu = None              # its properties
+    has_bf16 = False        # for activations; older GPUs only emulate it, and it is slow on CPUs
+    muon_has_bf16 = False   # for Newton–Schulz: some CPUs too
+    if device_type == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the ranks of this machine
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"--device=cuda: rank {hardware.rank} needs GPU {local_rank} and there "
                             f"are {torch.cuda.device_count()}; start one process per GPU, or give "
                             "--device=cpu")
-        hardware.device = torch.device(kind, local_rank)
+        hardware.device = torch.device(device_type, local_rank)
         gpu = torch.cuda.get_device_properties(hardware.device)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         muon_has_bf16 = has_bf16
         lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
         hardware.has_fp8 = (gpu.major, gpu.minor) >= lowest
-    elif kind == "cpu":
+    elif device_type == "cpu":
         cpu = torch.cpu.get_capabilities()
         muon_has_bf16 = cpu.get("avx512_bf16") or cpu.get("amx_bf16")
 
@@ -2508,7 +2546,7 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
     hardware.muon_dtype = choose_dtype(hp.muon_dtype, muon_has_bf16)
     if hp.dtype == "float64" and hp.muon_dtype == "auto":
         hardware.muon_dtype = torch.float64
-    hardware.why_not_compiled = why_not_compile(hp, kind, gpu)
+    hardware.why_not_compiled = why_not_compile(hp, device_type, gpu)
     hardware.compile = not hardware.why_not_compiled
     can_flex = has_bf16 and hardware.compile
     if hp.attention == "flex" and not can_flex:
@@ -2516,8 +2554,6 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
                         "(NVIDIA: from Ampere on); give --attention=banded")
     if can_flex and hp.attention != "banded":
         hardware.attention = "flex"
-        head_dim = 2 ** math.ceil(math.log2(hp.model_dim / hp.num_heads))  # Triton rounds it up
-        hardware.flex_options = choose_flex_options(gpu, head_dim * hardware.dtype.itemsize)
     return hardware
 
 
@@ -2531,7 +2567,7 @@ def why_not_compile(hp: Hyperparameters, device_type: str, gpu=None) -> str:
     """The reason not to use torch.compile; empty where it is used. gpu: its properties."""
     if hp.compile == "no":
         return "--compile=no"
-    # 6 for each parameter and token; a layer has about 12 · model_dim² of them
+    # training takes 6 for each parameter and token; a layer has about 12 · model_dim² parameters
     flops = 6 * 12 * hp.num_layers * hp.model_dim**2 * hp.num_steps * hp.batch_tokens
     if hp.compile == "auto" and device_type == "cpu" and flops < 1e14:
         # it makes a step a fifth faster, after a minute of compiling
@@ -2582,7 +2618,8 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
     device = hardware.device
     if device.type == "cuda":
         with explained(f"GPU {device.index} cannot be used",
-                       "see nvidia-smi, install a PyTorch built for it, or give --device=cpu"):
+                       "see nvidia-smi, install a PyTorch built for it, or give --device=cpu",
+                       RuntimeError):
             torch.cuda.set_device(device)
             # a backward pass on any value starts CUDA and autograd's thread
             torch.zeros(1, device=device, requires_grad=True).backward()
@@ -2600,21 +2637,6 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def choose_flex_options(gpu, head_bytes: int) -> dict | None:
-    """FlexAttention's tiles where Inductor's own, of about 386 × head_bytes, do not fit the GPU.
-
-    Square tiles in two stages hold 6 at most: keys, values, two pairs of queries and gradients.
-    ROCm does not report shared memory; Inductor's own tiles fit its 64 KiB.
-    """
-    shared_memory = getattr(gpu, "shared_memory_per_block_optin", 0)
-    if not shared_memory or shared_memory >= 386 * head_bytes:
-        return None
-    side = max(16, min(64, 2 ** int(math.log2(shared_memory / head_bytes / 6))))
-    names = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2",
-             "bwd_BLOCK_N2")
-    return dict.fromkeys(names, side) | dict(num_stages=2, num_warps=4)
-
-
 # ── memory: which sequences fit ───────────────────────────────────────────────────────────────────
 # Fitted to traces of tests/gpu: the estimate of a run's peak lies 0 to 25 % above them.
 
@@ -2623,7 +2645,7 @@ SEQUENCE_LENGTHS = ("sequence_tokens", "val_sequence_tokens")
 
 def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
     """Bytes at the peak of a training step, or of a longer sequence of validation."""
-    per_token = bytes_per_token(hp, hardware)
+    per_token = memory_per_token(hp, hardware)
     longest = max(getattr(hp, name) * per_token[name] for name in SEQUENCE_LENGTHS)
     return parameter_bytes(hp, hardware) + longest
 
@@ -2631,17 +2653,17 @@ def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
 def parameter_bytes(hp: Hyperparameters, hardware: Hardware) -> float:
     """Weights, gradients twice, the state of the optimizers; n-grams while they are sorted."""
     with torch.device("meta"):  # allocates nothing
-        groups = optimizer_groups(hp, GPT(hp, hardware.dtype))
+        groups = optimizer_groups(GPT(hp, hardware))
     total = 14 * hp.ngram_tokens if hp.ngram_order else 0
-    for kind, group in groups.items():
+    for kind, params in groups.items():
         # Adam has two moments; Muon's momentum is shared among the ranks
         states = 1 / hardware.world_size if kind == "muon" else 2
-        total += (3 + states) * sum(p.nbytes for p in group["params"].values())
+        total += (3 + states) * sum(p.nbytes for p in params.values())
     return total
 
 
-def bytes_per_token(hp: Hyperparameters, hardware: Hardware) -> dict[str, float]:
-    """Of a training sequence: activations for the backward pass. Of validation: the logits."""
+def memory_per_token(hp: Hyperparameters, hardware: Hardware) -> dict[str, float]:
+    """Bytes: of training the activations that the backward pass needs, of validation the logits."""
     itemsize = hardware.dtype.itemsize
     per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim
     if hardware.attention == "banded" and hardware.device.type != "cpu":
@@ -2675,8 +2697,11 @@ def available_bytes(hardware: Hardware) -> float:
     return usable_bytes(min(gpu.total_memory for gpu in gpus))
 
 
-def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str, memory: float) -> int:
-    """The longest length that divides the batch (or the validation), halved until it fits."""
+def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str, room: float) -> int:
+    """The longest length that divides the batch (or the validation), halved until it fits.
+
+    room: bytes that are left beside the parameters.
+    """
     length = getattr(hp, name)
     if name == "sequence_tokens":
         length = math.gcd(length, hp.batch_tokens // hardware.world_size)
@@ -2684,20 +2709,24 @@ def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str, memory: f
         length = math.gcd(length, hp.val_tokens, hp.val_start)
     if length % BLOCK:
         return getattr(hp, name)  # check_sequences says what does not divide
-    shortest = math.lcm(BLOCK, hp.segment_tokens or 1)
-    room = memory - parameter_bytes(hp, hardware)
-    per_token = bytes_per_token(hp, hardware)[name]
-    while length * per_token > room and length % (2 * shortest) == 0:
+    per_token = memory_per_token(hp, hardware)[name]
+    while length * per_token > room and can_be_halved(hp, length):
         length //= 2
     return length
 
 
-def less_memory(hp: Hyperparameters) -> str:
-    """The remedy where memory is short: sequences of half the length, as far as they divide."""
+def can_be_halved(hp: Hyperparameters, length: int) -> bool:
+    """Whether half of a sequence is whole blocks and segments."""
     shortest = math.lcm(BLOCK, hp.segment_tokens or 1)
-    halves = {name: getattr(hp, name) // 2 for name in SEQUENCE_LENGTHS}
-    shorter = [f"--{name}={half}" for name, half in halves.items() if half and half % shortest == 0]
-    return f"give {' '.join(shorter)}" if shorter else "lower --model_dim or --num_layers"
+    return length > 0 and length % (2 * shortest) == 0
+
+
+def less_memory(hp: Hyperparameters) -> str:
+    """The remedy where memory is short: sequences of half the length."""
+    lengths = {name: getattr(hp, name) for name in SEQUENCE_LENGTHS}
+    halves = [f"--{name}={length // 2}" for name, length in lengths.items()
+              if can_be_halved(hp, length)]
+    return f"give {' '.join(halves)}" if halves else "lower --model_dim or --num_layers"
 
 
 def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False) -> list[str]:
@@ -2726,9 +2755,10 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
                             "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false "
                             "(on resume with --resume_anyway)")
     memory = available_bytes(hardware)
+    room = memory - parameter_bytes(hp, hardware)
     for name in SEQUENCE_LENGTHS:
         if name in may_change and getattr(hp, name):
-            length = fitting_length(hp, hardware, name, memory)
+            length = fitting_length(hp, hardware, name, room)
             if length != getattr(hp, name):
                 change(name, length, "to divide the batch or the validation, and to fit the memory")
     needed = memory_needed(hp, hardware)
@@ -2741,36 +2771,35 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
 # ── warm-up: compile before the first step ────────────────────────────────────────────────────────
 
 def warm_up(trainer: Trainer) -> None:
-    """Compile every path on dummy tokens, with the first and the last window; then restore."""
+    """Compile every path on dummy tokens, with the first and the last window; then restore.
+
+    The ranks may compile minutes apart: meanwhile they wait for each other an hour longer.
+    """
     hp = trainer.hp
+    hardware = trainer.hardware
     data = trainer.data
+    set_timeout(hardware, hp.timeout + 3600)
     saved = copy_to_host(trainer.state_dict())  # to the host: the GPU may have no room
-    batch = [dummy_sequence(trainer, hp.sequence_tokens)]
+    batch = [dummy_sequence(trainer, hp.sequence_tokens)] * data.train.micro_steps
     for step in (0, hp.num_steps - 1):
-        trainer.step(batch * data.train.micro_steps, step)
-    read_losses(trainer)
+        trainer.step(batch, step)
     with torch.no_grad():
         trainer.compiled_model.eval()
         trainer.compiled_model(*dummy_sequence(trainer, data.val.sequence_tokens), trainer.window)
     trainer.compiled_model.train()
     trainer.load_state_dict(saved)
+    trainer.unread.clear()
+    trainer.diverged.zero_()
+    barrier = torch.zeros(1, dtype=torch.int64, device=hardware.device)
+    all_reduce_sum(barrier, hardware)
+    set_timeout(hardware, hp.timeout)
+    gc.collect()
+    gc.freeze()  # excludes the compiler's objects from later collections
 
 
 def dummy_sequence(trainer: Trainer, length: int) -> tuple[Tensor, Tensor]:
     tokens = torch.arange(length + 1, device=trainer.hardware.device) % trainer.hp.vocab_size
     return tokens[:-1].int(), tokens[1:].long()
-
-
-def warm_up_together(trainer: Trainer) -> None:
-    """warm_up on all ranks, which may compile minutes apart."""
-    hardware = trainer.hardware
-    set_timeout(hardware, trainer.hp.timeout + 3600)
-    warm_up(trainer)
-    barrier = torch.zeros(1, dtype=torch.int64, device=hardware.device)
-    all_reduce_sum(barrier, hardware)
-    set_timeout(hardware, trainer.hp.timeout)
-    gc.collect()
-    gc.freeze()  # excludes the compiler's objects from later collections
 
 
 def count_compiled_graphs() -> int:
@@ -2802,7 +2831,7 @@ def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
     if 0 < len(loader) < hp.num_steps:
         epochs = math.ceil(hp.num_steps / (len(loader) // hp.epochs))
         remedy = f"repeat them with --epochs={epochs}, or lower it to --num_steps={len(loader)}"
-        # with what is skipped between aligned sequences
+        # measured, including what align_documents skips
         tokens_per_batch = sum(shard.num_tokens for shard in loader.shards) // len(loader)
         source, _, count = missing_data(hp, tokens_per_batch).partition(" ")
         if source:
@@ -2867,12 +2896,13 @@ def data_module(name: str):
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        shards = importlib.import_module("shards")
-        yield importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"data/{name}.py cannot be imported ({error}); it belongs beside "
                         "train_gpt.py, and data/requirements.txt lists its packages") from None
-    except shards.UserError as error:
+    try:
+        yield module
+    except module.UserError as error:
         raise UserError(str(error)) from None
 
 
@@ -2880,54 +2910,56 @@ def data_module(name: str):
 
 # ── the historical systems on 8×H100 (README: The lineage) ────────────────────────────────────────
 
-# 2025-01-04 is written out in full, so that no edit of a default changes it. Each older system
-# differs from the one after it, each later one from the one before.
-SOFTCAP_2025_01_04 = dict(
+# The first is written out in full, so that no edit of a default changes any of them. Each of the
+# others is the one before it and what it changed.
+FLEX_2024_11_19 = dict(
     train_files="data/fineweb10B/fineweb_train_*.bin",
     val_files="data/fineweb10B/fineweb_val_*.bin",
     vocab_size=50257, vocab_multiple=128, pad_embeddings=True, document_token=50256,
-    num_steps=1390, batch_tokens=8 * 64 * 1024, sequence_tokens=64 * 1024, segment_tokens=0,
+    num_steps=1875, batch_tokens=8 * 64 * 1024, sequence_tokens=64 * 1024, segment_tokens=0,
     align_documents=False, epochs=1, val_every=125, val_tokens=10_485_760, val_start=0,
     val_sequence_tokens=0, target_loss=3.28,
     num_layers=12, num_heads=6, model_dim=768, mlp_ratio=4,
-    value_layout="ends", value_lambdas=2, first_layer_values=False, no_attention="second_decoder",
-    rotary_base=1024.0, rotary_fraction=0.5, rotary_endpoint=True, attention_scale=0.0,
-    norm_eps=0.0, init_bound=1.0, logit_scale=1.0, softcap=15.0,
+    value_layout="none", value_lambdas=1, first_layer_values=True, no_attention="none",
+    rotary_base=10_000.0, rotary_fraction=1.0, rotary_endpoint=False, attention_scale=0.0,
+    norm_eps=0.0, init_bound=1.0, logit_scale=1.0, softcap=30.0,
     ngram_order=0, ngram_tokens=0, ngram_share=0.0, copy_lengths=(),
-    window_unit="block", window_start=128, window_end=1856, window_rounding="down",
+    window_unit="token", window_start=1024, window_end=1024, window_rounding="down",
     short_window_layers="none", sum_loss=False,
-    embed_rate=0.6, head_rate=0.008, scalar_rate=0.04, adam_beta1=0.8, adam_beta2=0.95,
+    embed_rate=0.6, head_rate=0.008, scalar_rate=0.04, adam_beta1=0.9, adam_beta2=0.95,
     adam_eps=1e-8, adam_eps_first=False,
-    muon_rate=0.05, muon_momentum=0.95, muon_momentum_start=0.85, muon_warmup_steps=300,
-    muon_lerp=True, muon_nesterov=True, muon_decay=0.0, muon_steps=5, cooldown=0.4,
+    muon_rate=0.04, muon_momentum=0.95, muon_momentum_start=0.85, muon_warmup_steps=500,
+    muon_lerp=False, muon_nesterov=True, muon_decay=0.0, muon_steps=5, cooldown=562.0,
     rate_floor=0.0, dtype="auto", bf16_embeddings=True, fp8_head=False, fp8_x_scale=0.0,
-    fp8_weight_scale=32.0, fp8_grad_scale=2.0**15, muon_dtype="auto", tune_kernels=False,
+    fp8_weight_scale=32.0, fp8_grad_scale=2.0**15, muon_dtype="auto", tune_kernels=True,
     tune_products=False, seed=1337)
-SPARSE_2024_12_17 = SOFTCAP_2025_01_04 | dict(
-    num_steps=1490, cooldown=600.0, softcap=30.0, pad_embeddings=False, tune_kernels=True)
-MFU_2024_12_10 = SPARSE_2024_12_17 | dict(
-    num_steps=1480, pad_embeddings=True, value_layout="mirrored", no_attention="none",
-    rotary_base=10_000.0, rotary_fraction=1.0, rotary_endpoint=False)
-UNET_2024_12_08 = MFU_2024_12_10 | dict(
-    window_unit="token_in_block", window_start=64, window_end=1792)
-VALUES_2024_12_04 = UNET_2024_12_08 | dict(
-    num_steps=1530, window_unit="token", value_layout="per_layer", value_lambdas=1, muon_lerp=False)
-FLEX_2024_11_19 = VALUES_2024_12_04 | dict(
-    num_steps=1875, cooldown=562.0, muon_rate=0.04, adam_beta1=0.9, muon_warmup_steps=500,
-    window_start=1024, window_end=1024, value_layout="none", first_layer_values=True)
+VALUES_2024_12_04 = FLEX_2024_11_19 | dict(
+    num_steps=1530, cooldown=600.0, value_layout="per_layer", first_layer_values=False,
+    window_start=64, window_end=1792, adam_beta1=0.8, muon_rate=0.05, muon_warmup_steps=300)
+UNET_2024_12_08 = VALUES_2024_12_04 | dict(
+    num_steps=1480, value_layout="mirrored", value_lambdas=2, window_unit="token_in_block",
+    muon_lerp=True)
+MFU_2024_12_10 = UNET_2024_12_08 | dict(
+    window_unit="block", window_start=128, window_end=1856)
+SPARSE_2024_12_17 = MFU_2024_12_10 | dict(
+    num_steps=1490, pad_embeddings=False, value_layout="ends", no_attention="second_decoder",
+    rotary_base=1024.0, rotary_fraction=0.5, rotary_endpoint=True)
+SOFTCAP_2025_01_04 = SPARSE_2024_12_17 | dict(
+    num_steps=1390, cooldown=0.4, softcap=15.0, pad_embeddings=True, tune_kernels=False)
 FP8_2025_01_13 = SOFTCAP_2025_01_04 | dict(
-    num_steps=1395, pad_embeddings=False, norm_eps=2.0**-7, init_bound=0.75**0.5,
-    window_start=0, window_end=1728, window_rounding="up", rate_floor=0.1, fp8_head=True,
-    fp8_x_scale=2.0, fp8_grad_scale=2.0**13, tune_kernels=True)
+    num_steps=1395, rate_floor=0.1, pad_embeddings=False, norm_eps=2.0**-7, init_bound=0.75**0.5,
+    window_start=0, window_end=1728, window_rounding="up", fp8_head=True, fp8_x_scale=2.0,
+    fp8_grad_scale=2.0**13, tune_kernels=True)
 WINDOWS_2025_01_16 = FP8_2025_01_13 | dict(
     num_steps=1393, attention_scale=0.12, short_window_layers="inner", adam_eps=1e-10)
 ALIGNED_2025_07_13 = WINDOWS_2025_01_16 | dict(
-    num_steps=1750, batch_tokens=8 * 48 * 1024, sequence_tokens=48 * 1024, align_documents=True,
-    val_sequence_tokens=256 * 1024, pad_embeddings=True, norm_eps=2.0**-23, logit_scale=0.0,
-    sum_loss=True, head_rate=0.22, adam_eps_first=True, cooldown=0.45, fp8_x_scale=0.0,
-    fp8_weight_scale=448 / 24, fp8_grad_scale=448.0, tune_kernels=False)
+    num_steps=1750, cooldown=0.45, batch_tokens=8 * 48 * 1024, sequence_tokens=48 * 1024,
+    align_documents=True, val_sequence_tokens=256 * 1024, pad_embeddings=True,
+    norm_eps=2.0**-23, logit_scale=0.0, sum_loss=True, head_rate=0.22, adam_eps_first=True,
+    fp8_x_scale=0.0, fp8_weight_scale=448 / 24, fp8_grad_scale=448.0, tune_kernels=False)
 
-H100 = {name: getattr(Hyperparameters, name) for name in ALIGNED_2025_07_13}  # the defaults
+# h100: the defaults, which --preset=laptop --preset=h100 restores
+H100 = {name: getattr(Hyperparameters, name) for name in ALIGNED_2025_07_13}
 
 PRESETS = {"h100": H100, "laptop": LAPTOP,
            "2024-11-19": FLEX_2024_11_19, "2024-12-04": VALUES_2024_12_04,
@@ -2979,11 +3011,11 @@ def build_parser(shown: Hyperparameters | None = None) -> Parser:
     group = parser.add_argument_group("hyperparameters, with their values on this machine")
     for line in inspect.getsource(Hyperparameters).splitlines():
         heading = re.fullmatch(r"    # (.+)", line)
-        field = re.fullmatch(r"    (\w+): [\w |]+ = .+?(?:\s+# (.+))?", line)
+        option = re.fullmatch(r"    (\w+): [\w |]+ = .+?(?:\s+# (.+))?", line)
         if heading:
             group = parser.add_argument_group(heading[1])
-        elif field:
-            name, meaning = field.groups("")
+        elif option:
+            name, meaning = option.groups("")
             options = dict(type=functools.partial(parse_value, FIELDS[name]),
                            metavar=str(getattr(shown, name, "")), help=meaning.replace("%", "%%"))
             if FIELDS[name] is bool:
@@ -3012,7 +3044,7 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
     """Defaults or the values of a checkpoint, then presets, then the options; the later win."""
     hp = Hyperparameters()
     if checkpoint:
-        hp = Hyperparameters(**checkpoint["hyperparameters"])
+        hp = replace(checkpoint["hyperparameters"])
         hp.origins |= checkpoint["origins"]
     preset = options.get("preset", hp.preset)
     if preset == "auto":
@@ -3024,14 +3056,14 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
         for name in names:
             if name not in PRESETS:
                 raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
-        if "laptop" in names:
-            hp.update(LAPTOP_ARCHITECTURE, "preset laptop")  # a dated preset replaces it
+        if "laptop" in names:  # first the part that a dated preset may replace
+            hp.update(LAPTOP_DESIGN, "preset laptop")
         for name in names:
             hp.update(PRESETS[name], "default" if name == "h100" else f"preset {name}")
     hp.update(options, "command line")
     hp.preset = preset
     check_hyperparameters(hp)
-    # only lengths that were typed: fit_to_hardware adjusts the others
+    # lengths that were typed; fit_to_hardware adjusts the others
     check_sequences(hp, tuple(name for name in SEQUENCE_LENGTHS if name in options))
     return hp
 
@@ -3047,14 +3079,15 @@ def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
     A run that resumes has the checkpoint's own hyperparameters. Options that change the training
     are refused without --resume_anyway.
     """
-    asked = Hyperparameters(**options)
-    if asked.checkpoint or (asked.show and not asked.resume):
+    given = Hyperparameters()   # only to find the run
+    given.update(options, "command line")
+    if given.checkpoint or (given.show and not given.resume):
         return resolve(options), Run(Path())
-    run = find_run(asked)
+    run = find_run(given)
     hp = resolve(options, run.checkpoint)
     if not run.checkpoint:
         return hp, run
-    saved = asdict(Hyperparameters(**run.checkpoint["hyperparameters"]))
+    saved = asdict(run.checkpoint["hyperparameters"])
     changed = {name: f"{name} {saved[name]!r} → {value!r}" for name, value in asdict(hp).items()
                if value != saved[name]
                and name not in ("resume", "resume_anyway", "run_id", "show")}
@@ -3084,11 +3117,13 @@ def check_hyperparameters(hp: Hyperparameters) -> None:
     """
     for name, kind in FIELDS.items():
         value = getattr(hp, name)
-        accepted = int | float if kind is float else kind
-        if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
+        is_of_kind = isinstance(value, int | float if kind is float else kind)
+        if isinstance(value, bool):  # which Python counts as an int
+            is_of_kind = kind is bool
+        if isinstance(value, tuple):
+            is_of_kind = is_of_kind and {*map(type, value)} <= {int, type(None)}
+        if not is_of_kind:
             raise UserError(f"--{name}={value!r}: expected {KINDS[kind]}")
-        entries = value if isinstance(value, tuple) else ()
-        require(hp, {*map(type, entries)} <= {int, type(None)}, name, KINDS[kind])
         if kind in (int, float):
             lowest, highest = BOUNDS.get(name, (0, math.inf))
             require(hp, value >= lowest, name, f"at least {lowest}")
@@ -3103,11 +3138,9 @@ def check_hyperparameters(hp: Hyperparameters) -> None:
         require(hp, getattr(hp, name) != "", name, "a path")
     require(hp, re.fullmatch(r"([\w+-][\w.+-]*)?", hp.run_id), "run_id",
             "a name of letters, digits and . _ + -, not a path (that is --log_dir)")
-    unit = 4 * hp.num_heads
-    require_multiple(hp, "model_dim", unit, f"{unit} (4 × num_heads)")
-    if hp.fp8_head:
-        unit = math.lcm(unit, 16)
-        require_multiple(hp, "model_dim", unit, f"{unit} (4 × num_heads, and 16 for FP8)")
+    unit = math.lcm(4 * hp.num_heads, 16 if hp.fp8_head else 1)
+    require_multiple(hp, "model_dim", unit,
+                     f"{unit} (4 × num_heads{', and 16 for FP8' if hp.fp8_head else ''})")
     require(hp, hp.document_token < hp.vocab_size, "document_token",
             f"less than vocab_size={hp.vocab_size}")
     if hp.align_documents:
@@ -3116,13 +3149,14 @@ def check_hyperparameters(hp: Hyperparameters) -> None:
     if hp.ngram_order:
         require(hp, hp.padded_vocab <= 512, "ngram_order",
                 "0 with more than 512 tokens: contexts are integers of 9 bits a token")
-    lengths = [length for length in range(1, 65) if length in hp.copy_lengths]
-    require(hp, hp.copy_lengths == tuple(lengths), "copy_lengths", "lengths from 1 to 64, in order")
-    for name, layers in (("no_attention", hp.layers_without_attention),
-                         ("short_window_layers", hp.layers_with_short_window)):
+    lengths = {*hp.copy_lengths} & {*range(1, 65)}
+    require(hp, hp.copy_lengths == tuple(sorted(lengths)), "copy_lengths",
+            "lengths from 1 to 64, in order")
+    for name, layers in (("no_attention", layers_without_attention(hp)),
+                         ("short_window_layers", layers_with_short_window(hp))):
         require(hp, {*layers} <= {*range(hp.num_layers)}, name,
                 f"layers from 0 to {hp.num_layers - 1}")
-    require(hp, len(hp.value_tables) == hp.num_layers, "value_layout",
+    require(hp, len(table_of_layer(hp)) == hp.num_layers, "value_layout",
             f"one entry for each of the {hp.num_layers} layers")
     require(hp, hp.checkpoint or not hp.sample, "checkpoint",
             "a model.pt or a run's folder to sample from")
@@ -3156,7 +3190,9 @@ def show(hp: Hyperparameters) -> None:
     """Every value with its origin, and what run.sh needs to know."""
     for name, value in asdict(hp).items():
         print(f"{name}={value}\t# {hp.origins[name]}")
-    gpus = torch.cuda.device_count() if hp.device in ("auto", "cuda") else 0
+    gpus = 0
+    if hp.device in ("auto", "cuda") and torch.cuda.is_available():  # not with an old driver
+        gpus = torch.cuda.device_count()
     print(f"gpus={gpus}\t# that this PyTorch can use for the run")
     print(f"fetch={missing_data(hp)}\t# what run.sh fetches first")
 
@@ -3190,8 +3226,9 @@ def main(arguments: list[str]) -> int:
     code = None  # until the run has finished
     hp = None
     try:
-        if {"--help", "-h"} & set(arguments):
-            build_parser(resolve({})).print_help()
+        if {"--help", "-h"} & {*arguments}:
+            others = [argument for argument in arguments if argument not in ("--help", "-h")]
+            build_parser(parse_command_line(others)).print_help()
             return 0
         hp, run = prepare_run(parse_options(arguments))
         if hp.show:
@@ -3209,7 +3246,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         return print_error(error)
     except (RuntimeError, MemoryError) as error:
-        if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if dist.is_initialized() and is_lost_connection(error):
             # at once: destroying a group that hangs would hang too
             os._exit(print_error(silent_ranks_error(error)))
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))

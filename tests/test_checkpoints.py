@@ -215,7 +215,9 @@ def test_a_new_run_does_not_overwrite_another(data, cut, capsys, left):
     assert before
     arguments = [*SIX_STEPS, *data, f"--log_dir={folder.parent}", "--run_id=run"]
     assert train_gpt.main(arguments) == 2
-    assert "holds a run already; continue it with --resume=" in capsys.readouterr().err
+    remedy = f"continue it with --resume={folder}, or give" if left != "log.txt" else "give"
+    assert capsys.readouterr().err == (f"error: {folder} holds a run already; {remedy} another "
+                                       "--run_id\n")
     assert contents(folder) == before
 
 

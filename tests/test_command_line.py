@@ -28,7 +28,7 @@ from helpers import (
 import train_gpt
 from train_gpt import (
     LAPTOP,
-    LAPTOP_ARCHITECTURE,
+    LAPTOP_DESIGN,
     MAY_CHANGE_ON_RESUME,
     PRESETS,
     Hyperparameters,
@@ -36,6 +36,8 @@ from train_gpt import (
     asdict,
     parse_command_line,
     resolve,
+    layers_without_attention,
+    table_of_layer,
 )
 
 FIELDS = {field.name: field for field in dataclasses.fields(Hyperparameters)}
@@ -119,7 +121,7 @@ def test_of_two_values_the_later_wins():
 
 def test_the_fields_of_presets_exist_and_have_their_type():
     assert set(PRESETS) >= {"h100", "laptop", *DATED}
-    for fields in (*PRESETS.values(), LAPTOP_ARCHITECTURE):
+    for fields in (*PRESETS.values(), LAPTOP_DESIGN):
         assert set(fields) <= set(FIELDS)
         for name, value in fields.items():
             assert isinstance(value, FIELDS[name].type), name
@@ -146,7 +148,7 @@ def test_a_dated_preset_states_every_field_that_can_change_the_training(preset):
 
 
 def with_laptop_layout(*presets: str) -> dict:
-    return LAPTOP_ARCHITECTURE if "laptop" in presets else {}
+    return LAPTOP_DESIGN if "laptop" in presets else {}
 
 
 @pytest.mark.parametrize("first, second", [
@@ -169,7 +171,7 @@ def test_a_dated_preset_at_laptop_size_keeps_its_architecture(preset):
         assert getattr(hp, name) == getattr(dated, name), name
     for name, value in LAPTOP.items():
         assert getattr(hp, name) == value, name
-    assert len(hp.value_tables) == hp.num_layers == LAPTOP["num_layers"]
+    assert len(table_of_layer(hp)) == hp.num_layers == LAPTOP["num_layers"]
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -310,7 +312,7 @@ def test_an_edit_of_the_laptop_run_is_used(edited):
                      '    value_layout=(0, 1, 1, 0), no_attention=(2,),'))
     hp = module.resolve(dict(preset="laptop"))
     assert (hp.num_steps, hp.batch_tokens) == (321, 8192)
-    assert hp.value_tables == (0, 1, None, 0) and hp.layers_without_attention == (2,)
+    assert table_of_layer(hp) == (0, 1, None, 0) and layers_without_attention(hp) == (2,)
     assert hp.origins["num_steps"] == "preset laptop"
     dated = module.resolve(dict(preset="2024-12-10+laptop"))
     assert (dated.num_steps, dated.value_layout) == (321, "mirrored")
@@ -549,6 +551,7 @@ def test_help_on_a_cpu_has_the_values_of_the_laptop(capsys, monkeypatch):
 
 
 def test_show_prints_every_value_with_its_origin(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(train_gpt, "missing_data", lambda hp: "fineweb 7")
     assert train_gpt.main(["--preset=2024-12-10+laptop", "--num_steps=5", "--show"]) == 0
@@ -563,9 +566,18 @@ def test_show_prints_every_value_with_its_origin(capsys, monkeypatch):
 
 @pytest.mark.parametrize("device, gpus", [("auto", 3), ("cuda", 3), ("cpu", 0), ("mps", 0)])
 def test_show_counts_the_gpus_that_the_run_would_use(capsys, monkeypatch, device, gpus):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert train_gpt.main(["--preset=h100", f"--device={device}", "--show"]) == 0
     assert f"gpus={gpus}\t" in capsys.readouterr().out
+
+
+def test_show_counts_no_gpus_that_pytorch_cannot_use(capsys, monkeypatch):
+    """Where the driver is too old, PyTorch may count GPUs but use none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert train_gpt.main(["--show"]) == 0
+    assert "gpus=0\t" in capsys.readouterr().out
 
 
 def test_show_has_nothing_to_fetch_for_shards_of_the_user_or_for_a_saved_model(

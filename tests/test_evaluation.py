@@ -49,7 +49,7 @@ def trainer(data) -> train_gpt.Trainer:
     """After a few steps, with the window of the last."""
     trainer = make_trainer(hyperparameters(*data))
     train_steps(trainer, 3)
-    train_gpt.set_schedules(trainer.hp, 4, trainer.optimizers, trainer.window)
+    train_gpt.set_window(trainer.hp, 4, trainer.window)
     return trainer
 
 
@@ -88,7 +88,7 @@ def test_validation_in_two_halves(trainer, monkeypatch):
 def test_ranks_share_the_validation(trainer, monkeypatch, world_size):
     """Every sequence is one rank's, also where their number is not divisible."""
     alone = train_gpt.evaluate(trainer)
-    monkeypatch.setattr(train_gpt, "all_reduce_sum", lambda totals, hardware: totals.tolist())
+    monkeypatch.setattr(train_gpt, "all_reduce_sum", lambda totals, hardware: totals)
     shares = []
     for rank in range(world_size):
         hardware = train_gpt.Hardware(rank=rank, world_size=world_size)

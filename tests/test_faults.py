@@ -100,7 +100,7 @@ def test_a_signal_finishes_the_step_saves_and_stops(data, whole, tmp_path, capfd
         capfd.readouterr()
         send_signal(number)
         answer = capfd.readouterr()  # at once, while the step is still to be done
-        assert answer.err == "\nstopping after this step; press again to quit now\n"
+        assert answer.err == "\nstopping after this step; a second signal quits at once\n"
     arguments = [*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--save_every=0"]
     with monkeypatch.context() as patched:
         before_step(patched, 2, interrupt)
@@ -186,7 +186,7 @@ def test_a_signal_while_a_run_is_scored_does_not_lose_its_model(data, tmp_path, 
     arguments = [*SIX_STEPS, *data, f"--log_dir={tmp_path}", "--run_id=h", "--hellaswag=somewhere",
                  "--save_every=0"]
     assert train_gpt.main(arguments) == 128 + signal.SIGINT
-    assert "HellaSwag accuracy\nfinal validation loss" in Result(tmp_path / "h").log
+    assert "HellaSwag accuracy" in Result(tmp_path / "h").log
 
 
 def test_a_stop_whose_checkpoint_cannot_be_written_is_an_error(data, tmp_path, capsys,
@@ -446,14 +446,17 @@ def test_ranks_may_compile_an_hour_apart(monkeypatch, data, tmp_path):
     """Until all have; then the timeout is the run's own again."""
     seen = {}
 
-    def warm_up(trainer):
+    original = train_gpt.dummy_sequence
+
+    def dummy_sequence(trainer, length):
         seen["warming up"] = trainer.hardware.timeout
+        return original(trainer, length)
 
     def first_step(trainer):
         seen["training"] = trainer.hardware.timeout
         seen["frozen"] = gc.get_freeze_count()
 
-    monkeypatch.setattr(train_gpt, "warm_up", warm_up)
+    monkeypatch.setattr(train_gpt, "dummy_sequence", dummy_sequence)
     monkeypatch.setattr(train_gpt, "why_not_compile", lambda *_: "")
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     before_step(monkeypatch, 0, first_step)
@@ -529,7 +532,7 @@ Trainer.step = step
 """)
     started = start(data, "drift", script=script)
     assert started.wait() != 0
-    sentence = "error: rank 1 differs from rank 0, first in parameter blocks.1.up.weight"
+    sentence = "error: rank 1 differs from rank 0, first in blocks.1.up.weight"
     assert started.output.count(sentence) == 1, started.output
     assert "step:10/30 train_loss" in started.output and "step:11/30" not in started.output
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from harness import needs_triton
 from helpers import DATED, TINY, hyperparameters, make_trainer, train_steps
-from hypothesis import given
-from hypothesis import strategies as st
 
 import train_gpt
 from train_gpt import (
@@ -17,7 +15,6 @@ from train_gpt import (
     PRESETS,
     Hardware,
     UserError,
-    choose_flex_options,
     find_hardware,
     fit_to_hardware,
     memory_needed,
@@ -327,9 +324,9 @@ def test_the_memory_of_weights_and_optimizers_is_that_of_the_model(preset, dtype
     """Weights, gradients twice; two moments of Adam, or Muon's momentum shared among the ranks."""
     hp = hyperparameters(preset)
     with torch.device("meta"):
-        model = train_gpt.GPT(hp, dtype)
-    groups = {kind: bytes_of(group["params"].values())
-              for kind, group in train_gpt.optimizer_groups(hp, model).items()}
+        model = train_gpt.GPT(hp, Hardware(dtype=dtype))
+    groups = {kind: bytes_of(params.values())
+              for kind, params in train_gpt.optimizer_groups(model).items()}
     for world_size in (1, 8):
         hardware = Hardware(world_size=world_size, dtype=dtype)
         expected = 5 * (groups["embed"] + groups["head"] + groups["scalar"])
@@ -341,7 +338,7 @@ def test_the_memory_of_weights_and_optimizers_is_that_of_the_model(preset, dtype
 def test_embeddings_in_float32_take_as_many_bytes_as_they_have(preset):
     hp = hyperparameters(preset, bf16_embeddings=False)
     with torch.device("meta"):
-        model = train_gpt.GPT(hp, BF16)
+        model = train_gpt.GPT(hp, Hardware(dtype=BF16))
     embeddings = bytes_of([model.embed.weight, *model.value_embeds.parameters()])
     more = parameter_memory(hp, Hardware(dtype=BF16))
     less = parameter_memory(hyperparameters(preset), Hardware(dtype=BF16))
@@ -352,7 +349,7 @@ def test_embeddings_in_float32_take_as_many_bytes_as_they_have(preset):
 def test_activations_are_more_than_what_the_backward_pass_keeps(tiny, dtype):
     """A bound from below, without a GPU: the tensors that autograd saves in a forward pass."""
     hp = tiny(num_layers=4, model_dim=128, vocab_size=2000)
-    model = train_gpt.GPT(hp, dtype)
+    model = train_gpt.GPT(hp, Hardware(dtype=dtype))
     kept = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -431,7 +428,6 @@ def test_what_follows_from_the_generation(cards, card, dtype, attention, compile
     hardware = find_hardware(parse_command_line(["--preset=h100"]))
     assert (hardware.device.type, hardware.dtype, hardware.muon_dtype) == ("cuda", dtype, dtype)
     assert (hardware.attention, hardware.compile) == (attention, compiled)
-    assert hardware.flex_options is None
     assert hardware.why_not_compiled == ("" if compiled else "there is no Triton for this GPU")
 
 
@@ -523,38 +519,6 @@ def test_a_cpu_computes_muon_in_bfloat16_where_it_can(cards, monkeypatch, capabi
     assert (typed.dtype, typed.muon_dtype) == (BF16, FP32)
 
 
-# ---- tiles of FlexAttention (tests/gpu/test_gpu_lowering.py compiles them) ----
-
-def gpu_with(kibibytes: int) -> SimpleNamespace:
-    return SimpleNamespace(shared_memory_per_block_optin=kibibytes * 1024)
-
-
-@pytest.mark.parametrize("heads, side", [(12, None), (6, None), (4, 32), (3, 32)])
-def test_wide_heads_take_small_tiles_on_a_small_gpu(cards, heads, side):
-    """Heads of 64, 128, 192 and 256 dimensions."""
-    cards(24, capability=(8, 9), shared=99 * 1024)
-    hp = parse_command_line(["--preset=h100", f"--num_heads={heads}"])
-    tiles = find_hardware(hp).flex_options
-    assert (tiles or {}).get("fwd_BLOCK_M") == side
-
-
-@pytest.mark.parametrize("kibibytes", [227, 163, 99])
-@pytest.mark.parametrize("head_bytes", [128, 256])
-def test_inductors_own_tiles_are_kept_where_they_fit(kibibytes, head_bytes):
-    assert choose_flex_options(gpu_with(kibibytes), head_bytes) is None
-
-
-@given(st.integers(48, 256), st.sampled_from([64, 128, 256, 512]))
-def test_other_tiles_fit_by_their_own_arithmetic(kibibytes, head_bytes):
-    tiles = choose_flex_options(gpu_with(kibibytes), head_bytes)
-    if kibibytes * 1024 >= 386 * head_bytes:
-        assert tiles is None
-        return
-    (side,) = {value for name, value in tiles.items() if "BLOCK" in name}
-    assert side in (16, 32, 64) and BLOCK % side == 0
-    assert 6 * side * head_bytes <= kibibytes * 1024
-
-
 def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
     alone = train_gpt.available_bytes(train_gpt.Hardware())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -563,7 +527,7 @@ def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
 
 def test_out_of_memory_is_not_explained_as_a_damaged_file():
     with pytest.raises(torch.OutOfMemoryError):
-        with train_gpt.explained("the checkpoint does not fit", "give one of this training"):
+        with train_gpt.explained("a checkpoint", "give another", RuntimeError):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
 

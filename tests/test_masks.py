@@ -10,9 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import BLOCK, NO_LIMIT, Mask, attend, build_mask, document_ids, window_at
+from train_gpt import (
+    BLOCK,
+    NO_LIMIT,
+    Hardware,
+    attend,
+    build_mask,
+    document_ids,
+    window_at,
+)
 
 DOCUMENT = 7
+FLEX = Hardware(attention="flex")
+BANDED = Hardware(attention="banded")
 UNITS = ("block", "token", "token_in_block")
 
 
@@ -78,14 +88,14 @@ def by_blocks(dense: torch.Tensor) -> torch.Tensor:
 @given(inputs(), windows())
 @settings(max_examples=100)
 def test_block_mask_is_the_brute_force_mask(tokens, window):
-    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "flex", 9).block_mask
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, FLEX, 9)
     assert torch.equal(expanded(mask), brute_force(tokens, window))
 
 
 @given(inputs(), windows())
 def test_block_lists_hold_no_block_too_many(tokens, window):
     """Listed are the blocks with something to see, and full are those seen whole."""
-    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "flex", 9).block_mask
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, FLEX, 9)
     pairs = by_blocks(brute_force(tokens, window))
     assert torch.equal(mask.to_dense()[0, 0].bool(), pairs.any(-1))
     full = [[column for column in range(len(pairs)) if pairs[row, column].all()]
@@ -95,7 +105,7 @@ def test_block_lists_hold_no_block_too_many(tokens, window):
 
 @given(inputs(), windows())
 def test_the_lists_of_the_backward_pass_are_the_transposed_ones(tokens, window):
-    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "flex", 9).block_mask
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, FLEX, 9)
     for kind in ("", "full_"):
         keys = block_lists(getattr(mask, f"{kind}kv_num_blocks"),
                            getattr(mask, f"{kind}kv_indices"))
@@ -121,17 +131,17 @@ def expanded_band(bias: torch.Tensor) -> torch.Tensor:
 @settings(max_examples=100)
 def test_band_is_the_brute_force_mask(tokens, window, more):
     blocks_back = train_gpt.blocks_back(*window.tolist()) + more
-    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "banded", blocks_back)
-    assert torch.equal(expanded_band(mask.bias), brute_force(tokens, window))
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, BANDED, blocks_back)
+    assert torch.equal(expanded_band(mask), brute_force(tokens, window))
 
 
 @given(inputs(), windows(), st.sampled_from([64, 128, 256]))
 def test_segments_separate_like_documents(tokens, window, segment):
     expected = brute_force(tokens, window, segment)
-    flex = build_mask(document_ids(tokens, DOCUMENT, segment), window, "flex", 9)
-    assert torch.equal(expanded(flex.block_mask), expected)
-    banded = build_mask(document_ids(tokens, DOCUMENT, segment), window, "banded", 9)
-    assert torch.equal(expanded_band(banded.bias), expected)
+    flex = build_mask(document_ids(tokens, DOCUMENT, segment), window, FLEX, 9)
+    assert torch.equal(expanded(flex), expected)
+    banded = build_mask(document_ids(tokens, DOCUMENT, segment), window, BANDED, 9)
+    assert torch.equal(expanded_band(banded), expected)
 
 
 @given(st.integers(1, 600), st.integers(1, 6))
@@ -167,7 +177,7 @@ def with_gradients(attention, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def assert_same_attention(mask: Mask, dense: torch.Tensor, tensors: list, attention=attend) -> None:
+def assert_same_attention(mask, dense: torch.Tensor, tensors: list, attention=attend) -> None:
     """To 1e-5, against softmax over the whole row in float64."""
     ours = with_gradients(lambda *qkv: attention(*qkv, mask), *tensors)
     theirs = with_gradients(lambda *qkv: reference.dense_attention(*qkv, dense),
@@ -179,7 +189,7 @@ def assert_same_attention(mask: Mask, dense: torch.Tensor, tensors: list, attent
 @given(inputs(), windows(), st.integers(0, 2))
 def test_banded_attention_is_dense_attention(tokens, window, more):
     blocks_back = train_gpt.blocks_back(*window.tolist()) + more
-    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "banded", blocks_back)
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, BANDED, blocks_back)
     assert_same_attention(mask, brute_force(tokens, window), random_heads(len(tokens)))
 
 
@@ -197,7 +207,7 @@ def token_window(tokens: int) -> torch.Tensor:
 def test_banded_attention_for_other_shapes(heads, head_dim):
     tokens = three_blocks(0, 150)
     window = token_window(200)
-    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "banded", 2)
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, BANDED, 2)
     tensors = random_heads(len(tokens), heads, head_dim)
     assert_same_attention(mask, brute_force(tokens, window), tensors)
 
@@ -207,7 +217,7 @@ def test_flex_attention_is_dense_attention():
     """Not compiled it uses the function and not the lists: so with a window in tokens."""
     tokens = three_blocks(0, 150, 151, 300)
     window = token_window(192)
-    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "flex", 2)
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, FLEX, 2)
     *qkv, _ = random_heads(len(tokens))
     expected = reference.dense_attention(*qkv, brute_force(tokens, window))
     torch.testing.assert_close(attend(*qkv, mask), expected, rtol=1e-5, atol=1e-5)
@@ -216,7 +226,7 @@ def test_flex_attention_is_dense_attention():
 def test_banded_attention_in_bfloat16_is_near():
     tokens = three_blocks()
     window = token_window(192)
-    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, "banded", 2)
+    mask = build_mask(document_ids(tokens, DOCUMENT, 0), window, BANDED, 2)
     dense = brute_force(tokens, window)
     tensors = [x.bfloat16() for x in random_heads(len(tokens))]
     ours = with_gradients(lambda *qkv: attend(*qkv, mask), *tensors)
@@ -236,7 +246,7 @@ def test_one_graph_computes_the_attention_of_every_window():
 
     @functools.partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
     def masked_attention(q, k, v, window):
-        return attend(q, k, v, build_mask(documents, window, "banded", 2))
+        return attend(q, k, v, build_mask(documents, window, BANDED, 2))
 
     documents = document_ids(tokens, DOCUMENT, 0)
     for window in (token_window(100), token_window(300)):
@@ -249,10 +259,10 @@ def test_a_window_costs_what_it_sees():
     documents = document_ids(torch.zeros(4 * BLOCK), DOCUMENT, 0)
     for blocks in (1, 2, 4):
         window = torch.tensor([NO_LIMIT, blocks], dtype=torch.int32)
-        mask = build_mask(documents, window, "banded", 3)
-        assert mask.bias.shape == (4, 1, BLOCK, blocks * BLOCK)
+        mask = build_mask(documents, window, BANDED, 3)
+        assert mask.shape == (4, 1, BLOCK, blocks * BLOCK)
     # elsewhere the window is not read, which would wait for the device: on "meta" it cannot be
-    elsewhere = build_mask(documents.to("meta"), window.to("meta"), "banded", 3)
-    assert elsewhere.bias.shape == (4, 1, BLOCK, 4 * BLOCK)
-    elsewhere = build_mask(documents.to("meta"), window.to("meta"), "banded", 1)
-    assert elsewhere.bias.shape == (4, 1, BLOCK, 2 * BLOCK)
+    elsewhere = build_mask(documents.to("meta"), window.to("meta"), BANDED, 3)
+    assert elsewhere.shape == (4, 1, BLOCK, 4 * BLOCK)
+    elsewhere = build_mask(documents.to("meta"), window.to("meta"), BANDED, 1)
+    assert elsewhere.shape == (4, 1, BLOCK, 2 * BLOCK)

@@ -56,7 +56,7 @@ def test_shapes_of_the_records(preset):
     system = reference.SYSTEMS[preset]
     without = tuple(layer for layer, block in enumerate(model.blocks) if block.attention is None)
     assert without == system.no_attention
-    assert model.hp.value_tables == system.tables
+    assert train_gpt.table_of_layer(model.hp) == system.tables
     assert len(model.value_embeds) == len({table for table in system.tables if table is not None})
     assert model.head.weight.shape == (50304, 768)
     assert model.embed.weight.shape == (50304 if system.padded_tables else 50257, 768)
@@ -71,8 +71,8 @@ def test_shapes_of_the_records(preset):
 @pytest.mark.parametrize("preset", EVERY_PRESET)
 def test_every_parameter_is_in_exactly_one_group(preset):
     model = at_full_size(preset)
-    groups = optimizer_groups(model.hp, model)
-    named = [pair for group in groups.values() for pair in group["params"].items()]
+    groups = optimizer_groups(model)
+    named = [pair for params in groups.values() for pair in params.items()]
     expected = dict(model.named_parameters())
     assert sorted(name for name, _ in named) == sorted(expected)
     assert all(p is expected[name] for name, p in named)
@@ -82,17 +82,17 @@ def test_every_parameter_is_in_exactly_one_group(preset):
 def test_groups_and_rates_are_those_of_the_records(preset):
     model = at_full_size(preset)
     system = reference.SYSTEMS[preset]
-    groups = optimizer_groups(model.hp, model)
-    assert {kind: group["lr"] for kind, group in groups.items()} == dict(
+    groups = optimizer_groups(model)
+    assert train_gpt.base_rates(model.hp) == dict(
         embed=0.6, head=system.head_rate, scalar=0.04, muon=system.muon_rate)
-    assert set(groups["head"]["params"]) == {"head.weight"}
-    assert {name.split(".")[0] for name in groups["embed"]["params"]} <= {"embed", "value_embeds"}
-    assert len(groups["embed"]["params"]) == 1 + len(model.value_embeds)
-    assert all(p.ndim < 2 for p in groups["scalar"]["params"].values())
+    assert set(groups["head"]) == {"head.weight"}
+    assert {name.split(".")[0] for name in groups["embed"]} <= {"embed", "value_embeds"}
+    assert len(groups["embed"]) == 1 + len(model.value_embeds)
+    assert all(p.ndim < 2 for p in groups["scalar"].values())
     matrices = 12 * 2 + 4 * (12 - len(system.no_attention))
-    assert len(groups["muon"]["params"]) == matrices
+    assert len(groups["muon"]) == matrices
     assert all(p.ndim == 2 and name.startswith("blocks.")
-               for name, p in groups["muon"]["params"].items())
+               for name, p in groups["muon"].items())
 
 
 @pytest.mark.parametrize("preset", EVERY_PRESET)
@@ -100,12 +100,14 @@ def test_the_optimizers_hold_every_parameter_once_with_the_records_settings(tiny
     hp = tiny(preset)
     model = GPT(hp)
     adam, muon = build_optimizers(hp, model, Hardware())
+    train_gpt.set_schedules(hp, 0, adam, muon)
     held = [id(p) for optimizer in (adam, muon)
             for group in optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     for group in adam.param_groups:
         assert group["betas"] == (hp.adam_beta1, hp.adam_beta2)
-        assert group["eps"] == hp.adam_eps
+        first = math.sqrt(1 - hp.adam_beta2) if hp.adam_eps_first else 1
+        assert group["eps"] == pytest.approx(hp.adam_eps / first)
         assert group["weight_decay"] == 0 and not group["amsgrad"]
     for group in muon.param_groups:
         assert (group["lerp"], group["nesterov"], group["steps"]) == (hp.muon_lerp, True, 5)
@@ -152,7 +154,7 @@ def test_rotary_sees_only_how_far_apart_two_tokens_are():
 
 
 def test_bfloat16_activations_leave_weights_and_rotary_tables_in_float32(tiny):
-    model = GPT(tiny(dtype="bfloat16"), torch.bfloat16)
+    model = GPT(tiny(dtype="bfloat16"), Hardware(dtype=torch.bfloat16))
     kinds = {name: p.dtype for name, p in model.named_parameters() if p.dtype != torch.float32}
     assert set(kinds) == {"embed.weight", *(f"value_embeds.{n}.weight" for n in range(3))}
     assert set(kinds.values()) == {torch.bfloat16}
@@ -160,14 +162,14 @@ def test_bfloat16_activations_leave_weights_and_rotary_tables_in_float32(tiny):
     assert len(list(model.buffers())) > 0
     inputs = torch.arange(512) % 200
     assert model(inputs, None, window_of(model.hp, 0)).dtype == torch.float32
-    full = GPT(tiny(bf16_embeddings=False), torch.bfloat16)
+    full = GPT(tiny(bf16_embeddings=False), Hardware(dtype=torch.bfloat16))
     assert {p.dtype for p in full.parameters()} == {torch.float32}
 
 
 def test_bfloat16_model_is_near_the_float32_one(tiny):
     hp = tiny()
     exact = GPT(hp)
-    near = GPT(hp, torch.bfloat16)
+    near = GPT(hp, Hardware(dtype=torch.bfloat16))
     shake(exact)
     near.load_state_dict(exact.state_dict())
     inputs = torch.from_numpy(made_up_text(512).astype("int64"))

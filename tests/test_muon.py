@@ -19,6 +19,8 @@ from train_gpt import (
     rate_at,
     set_schedules,
     window_at,
+    layers_without_attention,
+    table_of_layer,
 )
 
 # Tall, wide and square, in groups of 7 (of both orders), 3 and 1: no world size divides them all.
@@ -259,7 +261,8 @@ def test_a_flag_that_is_set_keeps_every_parameter(found_inf, decay):
     for p in params:
         p.grad = torch.full_like(p, math.nan if found_inf else 1.0)
     muon = Muon(params, weight_decay=decay)
-    muon.finish_updates(muon.start_updates(), torch.tensor(found_inf))
+    muon.found_inf = torch.tensor(found_inf)
+    muon.step()
     changed = [not torch.equal(p, torch.ones_like(p)) for p in params]
     assert changed == [not found_inf] * 2
 
@@ -445,7 +448,7 @@ def test_figures_of_the_records(preset):
     assert hp.init_bound == pytest.approx(system.init_bound)
     assert (hp.sum_loss, hp.align_documents) == (system.sum_loss, system.aligned)
     assert hp.logit_scale == (0 if system.logits_by_width else 1)
-    assert tuple(layer for layer in hp.layers_with_short_window
+    assert tuple(layer for layer in train_gpt.layers_with_short_window(hp)
                  if layer not in system.no_attention) == system.short_layers
     assert (hp.document_token, hp.padded_vocab, hp.segment_tokens) == (50256, 50304, 0)
     assert (hp.muon_decay, hp.muon_nesterov, hp.muon_steps) == (0, True, 5)
@@ -508,7 +511,8 @@ def test_schedules_reach_the_optimizers_and_the_window(tiny, preset):
     optimizers = train_gpt.build_optimizers(hp, train_gpt.GPT(hp), train_gpt.Hardware())
     window = torch.zeros(2, dtype=torch.int32)
     for step in (0, 9, 11, 3):  # also backwards: nothing builds up
-        set_schedules(hp, step, optimizers, window)
+        set_schedules(hp, step, *optimizers)
+        train_gpt.set_window(hp, step, window)
         system = reference.SYSTEMS[preset]
         factor = reference.rate_factor(step, 12, 5, system.rate_floor)
         adam, muon = ([group["lr"] for group in optimizer.param_groups]
@@ -537,7 +541,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout, layers", LAYOUTS)
 def test_value_layouts_by_name(layout, layers):
     hp = hyperparameters("h100", num_layers=layers, value_layout=layout, no_attention="none")
-    assert hp.value_tables == LAYOUTS[layout, layers]
+    assert table_of_layer(hp) == LAYOUTS[layout, layers]
 
 
 @pytest.mark.parametrize("layout", ["none", "per_layer", "mirrored", "ends"])
@@ -546,24 +550,24 @@ def test_value_layouts_fit_any_depth(layout, layers):
     """One entry per layer; no gaps in the numbers; layers without attention have no table."""
     hp = hyperparameters("h100", num_layers=layers, value_layout=layout,
                          no_attention="second_decoder")
-    tables = hp.value_tables
+    tables = table_of_layer(hp)
     assert len(tables) == layers
     numbers = {table for table in tables if table is not None}
     assert numbers == set(range(len(numbers)))
-    assert all(tables[layer] is None for layer in hp.layers_without_attention)
+    assert all(tables[layer] is None for layer in layers_without_attention(hp))
 
 
 @pytest.mark.parametrize("layers, layer", [(2, 1), (4, 3), (8, 5), (12, 7), (16, 9)])
 def test_the_second_decoder_layer_is_the_one_without_attention(layers, layer):
-    assert hyperparameters("h100", num_layers=layers).layers_without_attention == (layer,)
+    assert layers_without_attention(hyperparameters("h100", num_layers=layers)) == (layer,)
 
 
 def test_layouts_as_tuples():
     hp = hyperparameters("h100", num_layers=4, value_layout="(1, None, None, 0)",
                          no_attention="(1,2)")
-    assert hp.value_tables == (1, None, None, 0) and hp.layers_without_attention == (1, 2)
+    assert table_of_layer(hp) == (1, None, None, 0) and layers_without_attention(hp) == (1, 2)
     hp = hyperparameters("h100", num_layers=4, value_layout="(0,5,5,9)", no_attention="(0,)")
-    assert hp.value_tables == (None, 0, 0, 1), "a table that no layer uses is not made"
+    assert table_of_layer(hp) == (None, 0, 0, 1), "a table that no layer uses is not made"
     hp = hyperparameters("h100", num_layers=3, value_layout="(None,None,None)",
                          no_attention="()")
-    assert hp.value_tables == (None,) * 3 and hp.layers_without_attention == ()
+    assert table_of_layer(hp) == (None,) * 3 and layers_without_attention(hp) == ()

@@ -82,7 +82,7 @@ def test_what_is_not_finite_and_read_later_has_changed_no_weight(data, monkeypat
     trainer = make_trainer(hyperparameters(data))
     next_step(trainer, 0)
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    steps = {p: state["step"].clone() for p, state in trainer.optimizers[0].state.items()}
+    steps = {p: state["step"].clone() for p, state in trainer.adam.state.items()}
     batch = trainer.data.train.next_batch()
     wrong = batch[0][0]
     hook = trainer.model.blocks[1].register_forward_hook(
@@ -99,7 +99,7 @@ def test_what_is_not_finite_and_read_later_has_changed_no_weight(data, monkeypat
     assert train_gpt.read_losses(trainer, keep=1).keys() == {1}
     assert all(map(torch.equal, before, trainer.model.parameters()))
     assert all(torch.equal(state["step"], steps[p])
-               for p, state in trainer.optimizers[0].state.items())
+               for p, state in trainer.adam.state.items())
     sentence = ("the loss of step 2 is nan: gradient of skip_weights is not finite; the batch is "
                 "1, number 1")
     if keep:
@@ -124,7 +124,8 @@ def test_numbers_that_never_arrive_time_out(data):
     trainer = make_trainer(hyperparameters(data))
     trainer.hardware.timeout = 0.05
     next_step(trainer, 0)
-    trainer.unread[0] = trainer.unread[0]._replace(is_ready=lambda: False)
+    never = types.SimpleNamespace(query=lambda: False)
+    trainer.unread[0] = trainer.unread[0]._replace(copied=never)
     trainer.hardware.world_size = 2  # one rank waits for no other, however long its step takes
     with pytest.raises(train_gpt.dist.DistError, match="no answer in time"):
         train_gpt.read_losses(trainer)
@@ -135,7 +136,7 @@ def test_numbers_that_never_arrive_time_out(data):
 def snapshot(trainer: train_gpt.Trainer) -> dict[str, torch.Tensor]:
     """All that a run depends on, gathered without the trainer's own state_dict."""
     tensors = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    for optimizer in trainer.optimizers:
+    for optimizer in (trainer.adam, trainer.muon):
         kind = type(optimizer).__name__
         for name, p in trainer.model.named_parameters():
             if p in optimizer.state:
@@ -180,9 +181,8 @@ def test_a_state_makes_another_trainer_the_same_except_for_its_rates(data):
 
     slower = make_trainer(hyperparameters(data, "--muon_rate=0.01", "--head_rate=0.002"))
     slower.load_state_dict(state)
-    adam, muon = slower.optimizers
-    assert [group["base_lr"] for group in adam.param_groups] == [1.2, 0.002, 0.04]
-    assert {group["base_lr"] for group in muon.param_groups} == {0.01}
+    assert [group["base_lr"] for group in slower.adam.param_groups] == [1.2, 0.002, 0.04]
+    assert {group["base_lr"] for group in slower.muon.param_groups} == {0.01}
 
 
 def test_runs_repeat_bit_for_bit_with_a_seed_and_differ_with_another(data):

@@ -53,7 +53,7 @@ def model_flops(hp: train_gpt.Hyperparameters, model: train_gpt.GPT) -> float:
     window_blocks = train_gpt.window_at(hp, hp.num_steps)[1]
     keys = train_gpt.BLOCK * (window_blocks - 0.5)  # half of the own block, all of the others
     keys = min(keys, hp.segment_tokens / 2)
-    attention_layers = hp.num_layers - len(hp.layers_without_attention)
+    attention_layers = hp.num_layers - len(train_gpt.layers_without_attention(hp))
     attention = 2 * attention_layers * hp.model_dim * keys
     return 6 * hp.batch_tokens * (matrices + attention)
 
@@ -149,8 +149,8 @@ def attention_step(tokens: int, window: int, unit: str = "block", heads: int = 4
     if unit == "block":
         size = (train_gpt.NO_LIMIT, window // train_gpt.BLOCK)
     documents = torch.zeros(tokens, dtype=torch.int32)
-    mask = train_gpt.build_mask(documents, torch.tensor(size, dtype=torch.int32), "banded",
-                                train_gpt.blocks_back(*size))
+    mask = train_gpt.build_mask(documents, torch.tensor(size, dtype=torch.int32),
+                                train_gpt.Hardware(), train_gpt.blocks_back(*size))
     grad = torch.randn(tokens, heads, head_dim)
     return lambda: train_gpt.attend(q, k, v, mask).backward(grad)
 
@@ -254,7 +254,7 @@ def copies_of_a_checkpoint(data: list[str]) -> float:
                                        "--num_steps=1", "--val_tokens=1024", "--batch_tokens=1024",
                                        "--sequence_tokens=1024", *data])
     trainer = make_trainer(hp)
-    adam, _ = trainer.optimizers
+    adam = trainer.adam
     for p in (p for group in adam.param_groups for p in group["params"]):
         adam.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p),
                          "exp_avg_sq": torch.zeros_like(p)}

@@ -65,8 +65,9 @@ def longest_sequences(hp: Hyperparameters, hardware: Hardware) -> str:
     for size in (80, 40, 24, 12, 8):
         memory = train_gpt.usable_bytes(size * GIB)
         fitted = replace(hp)
+        room = memory - train_gpt.parameter_bytes(hp, gpu)
         for name in train_gpt.SEQUENCE_LENGTHS:
-            setattr(fitted, name, train_gpt.fitting_length(fitted, gpu, name, memory))
+            setattr(fitted, name, train_gpt.fitting_length(fitted, gpu, name, room))
         fits = train_gpt.memory_needed(fitted, gpu) <= memory
         found.append(f"{size} GB: {fitted.sequence_tokens:,}" if fits else f"{size} GB: none")
     return f"tokens per sequence on GPUs of {', '.join(found)}"
@@ -154,11 +155,11 @@ def small_step(run_hp: Hyperparameters, hardware: Hardware,
     Weights and tokens are always the same. With gradients given, the optimizers take those: what
     differs in the updates is then the optimizers' own doing.
     """
-    short_layers = (1,) if run_hp.layers_with_short_window else ()
+    short_layers = (1,) if train_gpt.layers_with_short_window(run_hp) else ()
     hp = Hyperparameters(**SMALL, short_window_layers=short_layers,
                          **{name: getattr(run_hp, name) for name in TECHNIQUES})
     generator = torch.Generator().manual_seed(0)
-    model = GPT(hp, hardware.dtype, hardware.attention, hardware.flex_options)
+    model = GPT(hp, hardware)
     tokens = torch.randint(hp.vocab_size - 1, (hp.sequence_tokens + 1,), generator=generator)
     tokens[::171] = hp.document_token
     with torch.no_grad():
@@ -244,24 +245,24 @@ CHECKS = {"versions": check_versions, "memory": check_memory, "compiler": check_
 def parameter_table(hp: Hyperparameters, hardware: Hardware) -> list[str]:
     """Every parameter: shape, optimizer, rate, size of an update, owner rank; then the totals."""
     with torch.device("meta"):
-        model = GPT(hp, hardware.dtype, hardware.attention)
-    groups = train_gpt.optimizer_groups(hp, model)
-    muon = train_gpt.Muon(groups["muon"]["params"].values(), world_size=hardware.world_size)
+        model = GPT(hp, hardware)
+    groups = train_gpt.optimizer_groups(model)
+    rates = train_gpt.base_rates(hp)
+    muon = train_gpt.Muon(groups["muon"].values(), world_size=hardware.world_size)
     owners = {p: index // muon.params_per_rank(group) for group in muon.param_groups
               for index, p in enumerate(group["params"])}
     rows = [f"{'parameter':34}{'shape':>16}  {'optimizer':10}{'rate':>8}  {'update':24}"
             f"{'owner':>6}"]
-    for kind, group in groups.items():
-        for name, p in group["params"].items():
+    for kind, params in groups.items():
+        for name, p in params.items():
             optimizer = "Adam"
             update = "rate × about 1"
             if kind == "muon":
                 optimizer = "Muon"
                 update = f"rate × {train_gpt.update_scale(p):.3g} × orthogonal"
-            rows.append(f"{name:34}{str(tuple(p.shape)):>16}  {optimizer:10}{group['lr']:>8g}  "
+            rows.append(f"{name:34}{str(tuple(p.shape)):>16}  {optimizer:10}{rates[kind]:>8g}  "
                         f"{update:24}{owners.get(p, 'all'):>6}")
-    sizes = {kind: sum(p.numel() for p in group["params"].values())
-             for kind, group in groups.items()}
+    sizes = {kind: sum(p.numel() for p in params.values()) for kind, params in groups.items()}
     num_tables = 1 + len(model.value_embeds)
     active = sizes["muon"] + sizes["head"] + sizes["scalar"] + num_tables * hp.model_dim
     rows.append(f"parameters: {sum(sizes.values()):,} in all, {active:,} active per token, "

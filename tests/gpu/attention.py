@@ -1,8 +1,8 @@
 """Lower FlexAttention, forward and backward, under the mask of train_gpt.py.
 
-    python fake_gpu.py --card=4090 --depth=ptx attention.py HEAD_DIM [TILES as JSON]
+    python fake_gpu.py --card=4090 --depth=ptx attention.py HEAD_DIM
 
-Prints what the kernels need, as JSON. Tiles are the trainer's unless given; null: Inductor's own.
+Prints what the kernels need, as JSON.
 """
 import json
 import sys
@@ -16,11 +16,11 @@ TOKENS = 8192
 HEADS = 6
 
 
-def lower(head_dim: int, tiles: dict | None) -> str:
+def lower(head_dim: int) -> str:
     """What went wrong, or nothing."""
     def attend(q, k, v, documents, window):
         mask = train_gpt.flex_block_mask(documents, window)
-        return flex_attention(q, k, v, block_mask=mask, kernel_options=tiles)
+        return flex_attention(q, k, v, block_mask=mask)
 
     q, k, v = (torch.randn(1, HEADS, TOKENS, head_dim, device="cuda", dtype=torch.bfloat16,
                            requires_grad=True) for _ in range(3))
@@ -37,13 +37,9 @@ def lower(head_dim: int, tiles: dict | None) -> str:
 def main(arguments: list[str]) -> None:
     head_dim = int(arguments[0])
     limit = fake_gpu.card.shared_limit
-    tiles = train_gpt.choose_flex_options(fake_gpu.card.properties,
-                                          head_dim * torch.bfloat16.itemsize)
-    if len(arguments) > 1:
-        tiles = json.loads(arguments[1])
-    error = lower(head_dim, tiles)
+    error = lower(head_dim)
     kernels = [kernel for kernel in fake_gpu.seen.kernels if "tem_fused" in kernel["name"]]
-    print(json.dumps(dict(head_dim=head_dim, tiles=tiles, limit=limit, error=error,
+    print(json.dumps(dict(head_dim=head_dim, limit=limit, error=error,
                           unpipelined=fake_gpu.seen.unpipelined, kernels=kernels)))
 
 

@@ -234,8 +234,8 @@ def attention_product_flops() -> float:
     """Of one product of a layer: all pairs of blocks in the window; mean of steps and layers."""
     hp = sizes
     blocks = hp.sequence_tokens // train_gpt.BLOCK
-    layers = [layer for layer in range(hp.num_layers) if layer not in hp.layers_without_attention]
-    short = sum(layer in hp.layers_with_short_window for layer in layers)
+    layers = {*range(hp.num_layers)} - {*train_gpt.layers_without_attention(hp)}
+    short = len(layers & {*train_gpt.layers_with_short_window(hp)})
     layers_of_window = collections.Counter()
     for step in range(hp.num_steps):
         window = train_gpt.window_at(hp, step)
@@ -368,7 +368,7 @@ def watch(trainer: train_gpt.Trainer) -> None:
     watch_calls()
     mark_phase(torch.Tensor, "backward", "backward", then="check")
     mark_phase(trainer, "ddp_model", "forward")
-    for optimizer in trainer.optimizers:
+    for optimizer in (trainer.adam, trainer.muon):
         mark_phase(optimizer, "step", type(optimizer).__name__)
 
 
@@ -440,8 +440,8 @@ def scaled_step_ms(rows: dict, ranks: int, links: int = 8) -> tuple[float, float
     kernels = per_token * here / ranks + fixed + shared_matrices
     bandwidth = NVLINK if ranks <= 8 else min(NVLINK, links * NETWORK)
     sent = sum(size for _, kind, size in collectives if kind == "allreduce_")
-    tables = min(sent, 2 * (1 + len(set(sizes.value_tables) - {None})) * sizes.padded_vocab
-                 * sizes.model_dim)
+    value_tables = {*train_gpt.table_of_layer(sizes)} - {None}
+    tables = min(sent, 2 * (1 + len(value_tables)) * sizes.padded_vocab * sizes.model_dim)
     ms_per_byte = 1000 * 2 * (ranks - 1) / ranks / bandwidth
     backward = 2 / 3 * per_token * here / ranks
     exposed = max(0.0, tables * ms_per_byte - shared_matrices)

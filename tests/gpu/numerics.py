@@ -37,7 +37,7 @@ def batch(hp: train_gpt.Hyperparameters) -> tuple:
 
 def build(hp, dtype: torch.dtype, attention: str) -> train_gpt.GPT:
     torch.manual_seed(0)
-    model = train_gpt.GPT(hp, dtype, attention)
+    model = train_gpt.GPT(hp, train_gpt.Hardware(dtype=dtype, attention=attention))
     for p in model.parameters():  # where a matrix is zero, gradients say nothing
         if p.ndim == 2 and not p.any():
             torch.nn.init.normal_(p, std=p.size(1) ** -0.5)

@@ -35,11 +35,10 @@ def run(arguments: list[str]) -> dict:
     validation = counted(train_gpt.evaluate, trainer)
     for p in trainer.model.parameters():
         p.grad = torch.zeros_like(p)
-    adam, muon = trainer.optimizers
-    found_inf = adam.found_inf
+    muon = trainer.muon
     optimizers = dict(
-        Adam=lengths(counted(adam.step)),
-        Muon=lengths(counted(lambda: muon.finish_updates(muon.start_updates(), found_inf))))
+        Adam=lengths(counted(trainer.adam.step)),
+        Muon=lengths(counted(lambda: muon.finish_updates(muon.start_updates()))))
     after_warm_up = (*steps.values(), validation)
     return fake_gpu.report() | dict(
         limit=fake_gpu.card.shared_limit, step=steps[1], optimizers=optimizers,

@@ -54,9 +54,10 @@ def test_flex_attention_agrees_with_banded(window, monkeypatch):
     documents = train_gpt.document_ids(inputs, document_token=0, segment_tokens=0)
     results = []
     for attention in ("banded", "flex"):
-        mask = train_gpt.build_mask(documents, window_tensor, attention, blocks_back)
+        hardware = train_gpt.Hardware(attention=attention)
+        mask = train_gpt.build_mask(documents, window_tensor, hardware, blocks_back)
         if attention == "flex":
-            mask = mask._replace(block_mask=as_a_kernel_sees(mask.block_mask))
+            mask = as_a_kernel_sees(mask)
         q, k, v = (x.clone().requires_grad_() for x in qkv)
         out = train_gpt.attend(q, k, v, mask)
         (out * weight).sum().backward()
