@@ -13,14 +13,14 @@ Contents, in the order of a token's way from a shard to an updated weight:
     4  masks and attention    causal ∧ same document ∧ within the window; FlexAttention, banded
     5  model                  the U-Net GPT with value embeddings
     6  Muon and schedules     Newton–Schulz, Muon, learning rate, momentum, parameter groups
-    7  the step and the loop  one optimizer step; warm-up; the whole run
+    7  the step and the loop  one optimizer step; the whole run
   around the loop:
     8  logging                log.txt, metrics.jsonl, the progress bar
     9  checkpoints            write, find and restore them
    10  evaluation             validation loss, samples of text, HellaSwag
    11  what some runs use     n-grams and copies of earlier text (laptop), the FP8 head (H100)
    12  ranks and faults       the process group, signals, ranks that fail
-   13  before a run           device and compiler, memory estimate, token budget
+   13  before a run           device and compiler, memory estimate, warm-up, token budget
    14  command line and main  the historical systems as presets
 """
 import argparse
@@ -137,7 +137,7 @@ class Hyperparameters:
     model_dim: int = 768                # width of the residual stream
     mlp_ratio: int = 4                  # hidden units of the MLP per unit of width
     value_layout: str | tuple = "ends"  # value embeddings: none, per_layer, mirrored, ends, tuple
-    value_lambdas: int = 2              # learned weights of v and its embedding; 1: λ and 1 − λ
+    value_lambdas: int = 2              # learned weights of v and its embedding; 1: 1 − λ and λ
     first_layer_values: bool = False    # mix the first layer's values into layers without a table
     no_attention: str | tuple = "second_decoder"  # layers without: none, second_decoder, tuple
     rotary_base: float = 1024.0         # rotary frequencies fall from 1 to 1/base radian per token
@@ -153,15 +153,15 @@ class Hyperparameters:
     ngram_share: float = 0.0            # part of every shard that is kept for counting n-grams
     copy_lengths: tuple = ()            # suggest what followed the latest match of n tokens
     # attention window, growing linearly over the run
-    window_unit: str = "block"          # block (128 tokens), token (64), or both: token_in_block
+    window_unit: str = "block"          # block (128 tokens), token (64), token_in_block: both
     window_start: int = 0               # tokens, at step 0
     window_end: int = 1728              # tokens, at the end of the last step
     window_rounding: str = "up"         # to whole units: down, up
     short_window_layers: str | tuple = "inner"  # with half of it: none, inner (all but 4), tuple
     # optimizers
     sum_loss: bool = True               # train on the sum of a sequence's losses; false: their mean
-    embed_rate: float = 0.6             # Adam: token and value embeddings
-    head_rate: float = 0.22             # Adam: output head
+    embed_rate: float = 0.6             # Adam: all embeddings
+    head_rate: float = 0.22             # Adam: output head, gates of n-grams and copies
     scalar_rate: float = 0.04           # Adam: skip weights and mixes
     adam_beta1: float = 0.8             # Adam: decay rate of the first moment
     adam_beta2: float = 0.95            # Adam: decay rate of the second moment
@@ -225,6 +225,11 @@ class Hyperparameters:
         return self.vocab_size <= 257  # bytes, and the document token
 
     @property
+    def val_length(self) -> str:
+        """The field that has the length of validation's sequences."""
+        return "val_sequence_tokens" if self.val_sequence_tokens else "sequence_tokens"
+
+    @property
     def padded_vocab(self) -> int:
         multiple = math.lcm(self.vocab_multiple, 16 if self.fp8_head else 1)  # FP8 needs 16
         return math.ceil(self.vocab_size / multiple) * multiple
@@ -232,19 +237,20 @@ class Hyperparameters:
 
 FIELDS = {each.name: each.type for each in fields(Hyperparameters)}
 
-# The laptop run, as differences from the defaults above: edit a laptop run here. Its data, budget
-# and size, which --preset=2024-12-10+laptop puts over a dated system. Of the sizes tried on two
-# cores it reaches the lowest loss in the same time; records/NEGATIVE.md has the others.
+# The laptop run, as differences from the defaults above; edit it here. LAPTOP has its data, budget
+# and size: --preset=2024-12-10+laptop applies only these to a dated system. Of the sizes tried on
+# two cores it reaches the lowest loss in the same time; records/NEGATIVE.md has the others.
 LAPTOP = dict(
     train_files="data/enwik8/enwik8_train_*.bin", val_files="data/enwik8/enwik8_val_*.bin",
     vocab_size=257, vocab_multiple=1, document_token=256,       # bytes, and the document token
     num_steps=950, batch_tokens=4096, sequence_tokens=4096, segment_tokens=512,
-    align_documents=False, val_sequence_tokens=2**16,   # copies reach further back
+    align_documents=False,
+    val_sequence_tokens=2**16,                          # copies reach further back
     val_every=0, val_tokens=2**19, val_start=2**19,     # it was tuned on the 2**19 tokens before
     target_loss=1.20,
     num_layers=2, num_heads=2, model_dim=64, fp8_head=False,
     window_start=256, window_end=256, cooldown=0.5, sample_tokens=600)
-# Its model and optimizers, which the dated system replaces.
+# Its model and optimizers.
 LAPTOP_DESIGN = dict(
     value_layout="per_layer", no_attention="none", attention_scale=0.0, norm_eps=0.0,
     init_bound=1.0, logit_scale=1.0, window_rounding="down", short_window_layers="none",
@@ -277,7 +283,7 @@ BOUNDS = dict(
     fp8_grad_scale=(1e-6, math.inf), seed=(0, 2**63 - 1), log_every=(1, math.inf),
     keep_checkpoints=(1, math.inf), timeout=(1, 10**6))
 
-# Fields that --resume may change: they change no weight, or only its rounding.
+# Fields that --resume may change. None changes a weight, except for its rounding.
 MAY_CHANGE_ON_RESUME = {
     "target_loss", "val_every", "device", "attention", "compile", "tune_kernels", "tune_products",
     "log_dir", "run_id", "log_every", "save_model", "save_every",
@@ -304,7 +310,7 @@ class Hardware:
     launcher_pid: int = 0                       # torchrun's process, if on one machine; 0: none
 
 
-# ═══ 3  Data: memory-mapped token shards; one shared position, each rank takes its own slice ══════
+# ═══ 3  Data: memory-mapped token shards, and the batches made of them ════════════════════════════
 
 class Shard:
     """A file of 256 int32 (magic, version, number of tokens, zeros) and the tokens as uint16."""
@@ -391,15 +397,17 @@ class Loader:
         for shard in self.shards:
             if len(self.batches) >= batches_needed:
                 break
-            if shard not in self.starts and align_documents:
+            if shard in self.starts:  # in a later epoch
+                pass
+            elif align_documents:
                 self.starts[shard] = aligned_starts(shard, batch_tokens // sequence_tokens,
                                                     sequence_tokens, document_token)
-            elif shard not in self.starts:
+            else:
                 self.starts[shard] = lane_starts(shard, self.num_lanes, batch_tokens,
                                                  self.segment_tokens, share)
             self.batches += [(shard, index) for index in range(len(self.starts[shard]))]
         self.index = 0              # of the next batch: all that a checkpoint needs
-        self.prefetched = {}        # {index: future} of a batch that is read in the background
+        self.prefetched = {}        # {index: future}: a batch that is read in the background
         # the current CUDA device is a thread's own: pinning memory would open a context on GPU 0
         initializer = torch.cuda.set_device if self.device.type == "cuda" else None
         self.reader = ThreadPoolExecutor(1, "loader", initializer, (self.device,))
@@ -441,9 +449,9 @@ def lane_starts(shard: Shard, num_lanes: int, batch_tokens: int, segment_tokens:
                 share: float = 1.0) -> np.ndarray:
     """Where the segments of each batch start: [batches, segments].
 
-    Without segment_tokens in the hyperparameters the whole shard is one lane, of which every batch
-    takes the next sequences. With them it is cut into a lane for each segment of a batch, and every
-    batch takes the next segment of each lane. With 3 segments:
+    A shard is cut into lanes of equal length, and every batch takes the next batch_tokens /
+    num_lanes tokens of each. There is one lane, or, with the hyperparameter segment_tokens, one for
+    each segment of a batch. With 3:
 
         shard      lane 0             lane 1             lane 2             unused rest
                    AAAABBBBCCCC…      AAAABBBBCCCC…      AAAABBBBCCCC…      …
@@ -514,10 +522,11 @@ class Data(NamedTuple):
 # ═══ 4  Masks and attention: causal ∧ same document ∧ within the window ═══════════════════════════
 
 def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
-    """(window_tokens, window_blocks) of a step; one is NO_LIMIT, but not with token_in_block.
+    """(window_tokens, window_blocks) of a step: two limits, and both apply.
 
     A query at position q sees the key at position k where q − k < window_tokens and
-    q // BLOCK − k // BLOCK < window_blocks.
+    q // BLOCK − k // BLOCK < window_blocks. With window_unit=token or block the other one is
+    NO_LIMIT; token_in_block sets both.
     """
     tokens = hp.window_start + (hp.window_end - hp.window_start) * step / hp.num_steps
     unit = BLOCK if hp.window_unit == "block" else 64
@@ -525,7 +534,7 @@ def window_at(hp: Hyperparameters, step: int) -> tuple[int, int]:
     tokens = max(unit, round_to_unit(tokens / unit) * unit)
     blocks = math.ceil(tokens / BLOCK)
     by_tokens = hp.window_unit in ("token", "token_in_block")
-    by_blocks = hp.window_unit in ("block", "token_in_block")  # both: the system of 2024-12-08
+    by_blocks = hp.window_unit in ("block", "token_in_block")
     return tokens if by_tokens else NO_LIMIT, blocks if by_blocks else NO_LIMIT
 
 
@@ -546,7 +555,7 @@ def max_blocks_back(hp: Hyperparameters) -> int:
 
 
 def document_ids(inputs: Tensor, document_token: int, segment_tokens: int) -> Tensor:
-    """The index of each token's document; a segment counts as a document."""
+    """The index of each token's document, which also increases at the start of each segment."""
     starts = inputs == document_token
     if segment_tokens:
         starts = starts | (torch.arange(len(inputs), device=inputs.device) % segment_tokens == 0)
@@ -557,13 +566,13 @@ def build_mask(documents: Tensor, window: Tensor, hardware: Hardware,
                band_blocks: int) -> Tensor | BlockMask:
     """What attend takes: a BlockMask for FlexAttention, a bias of 0 and −∞ for banded attention.
 
-    documents: of document_ids, non-decreasing. window: int32 (tokens, blocks) of window_at.
-    band_blocks: max_blocks_back of the run, to which a compiled graph keeps.
+    documents: document_ids of the sequence. window: int32 (tokens, blocks) of window_at.
+    band_blocks: max_blocks_back of the run, for compiled graphs, whose sizes are static.
     """
     if hardware.attention == "flex":
         return flex_block_mask(documents, window)
     if documents.device.type == "cpu" and not torch.compiler.is_compiling():
-        band_blocks = blocks_back(*window.tolist())  # no more than this step needs
+        band_blocks = blocks_back(*window.tolist())  # only as many as this step needs
     return band_bias(documents, window, min(band_blocks, len(documents) // BLOCK - 1))
 
 
@@ -598,9 +607,9 @@ def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
     min_distance = (distance - 1) * BLOCK + 1
     max_distance = (distance + 1) * BLOCK - 1
     in_window = (distance >= 0) & (distance < window_blocks)
-    # some query sees some key: documents never decrease, so it is enough that these overlap
-    partial = in_window & (min_distance < window_tokens)
-    partial = partial & (first_document[:, None] <= last_document)
+    # some query sees some key: document ids never decrease, so it is enough that they overlap
+    visible = in_window & (min_distance < window_tokens)
+    visible = visible & (first_document[:, None] <= last_document)
     # every query sees every key: an earlier block, of one document from first key to last query
     full = in_window & (distance > 0) & (max_distance < window_tokens)
     full = full & (last_document[:, None] == first_document)
@@ -612,11 +621,11 @@ def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
         indices = wanted.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
         return count[None, None].contiguous(), indices[None, None].contiguous()
 
-    def mask_mod(batch, head, query, key):  # of a block seen in part, which is in window_blocks
+    def mask_mod(batch, head, query, key):  # within blocks that are seen in part
         same_document = documents[query] == documents[key]
         return (query >= key) & same_document & (query - key < window_tokens)
 
-    return BlockMask.from_kv_blocks(*as_list(partial & ~full), *as_list(full), BLOCK,
+    return BlockMask.from_kv_blocks(*as_list(visible & ~full), *as_list(full), BLOCK,
                                     mask_mod=mask_mod)
 
 
@@ -842,6 +851,7 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleList(nn.Embedding(rows, hp.model_dim)
                                           for _ in range(num_tables))
         self.blocks = nn.ModuleList(Block(hp, layer, rotary) for layer in range(hp.num_layers))
+        # with odd layers the last one has no skip
         self.skip_weights = nn.Parameter(torch.ones(hp.num_layers - hp.num_layers // 2))
         self.head = Linear(hp.model_dim, hp.padded_vocab, zero=True)
         self.suggestions = None
@@ -867,6 +877,7 @@ class GPT(nn.Module):
                                     self.band_blocks)
         x = self.embed(inputs).to(self.dtype)
         if self.suggestions is not None:
+            # n-grams' probabilities and copied tokens: here and for the logits
             x, probs, copies = self.suggestions.add_to_embedding(x, inputs, documents)
         x0 = norm(x, hp.norm_eps)
         x = x0
@@ -875,7 +886,7 @@ class GPT(nn.Module):
         skips = []
         first_values = None
         for layer, block in enumerate(self.blocks):
-            if layer >= num_encoder_layers and skips:  # with odd layers the last one has no skip
+            if layer >= num_encoder_layers and skips:
                 # U-Net: the encoder's outputs, last in first out
                 skip_weight = self.skip_weights[layer - num_encoder_layers].type_as(x)
                 x = x + skip_weight * skips.pop()
@@ -913,7 +924,7 @@ class GPT(nn.Module):
         if hp.logit_scale != 1:
             logits = logits * (hp.logit_scale or hp.model_dim**-0.5)
         if hp.softcap:
-            # [None]: Inductor would take it for part of a softmax and read the logits three times
+            # [None]: else Inductor fuses tanh into the softmax and reads the logits three times
             logits = (hp.softcap * torch.tanh(logits[None] / hp.softcap)).squeeze(0)
         return logits
 
@@ -963,7 +974,7 @@ def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: fl
                   found_inf: Tensor | None) -> None:
     """p −= rate · (decay · p + scale · update), with one call for each shape.
 
-    There may be more updates than parameters (Muon.own_params); the last are not used.
+    There may be more updates than parameters, the padding of Muon.own_params: zip drops it.
     """
     if found_inf is not None:
         updates = torch.where(found_inf > 0, 0.0, updates)  # 0 · NaN would be NaN
@@ -1021,10 +1032,7 @@ class Muon(torch.optim.Optimizer):
         return math.ceil(len(group["params"]) / self.world_size)
 
     def own_params(self, group: dict) -> list[Tensor]:
-        """This rank's share of a group.
-
-        The all-gather takes equally many from each rank: the last ones repeat the first parameters.
-        """
+        """This rank's share of a group, padded with its first parameters so that all are equal."""
         params = group["params"]
         share = self.params_per_rank(group)
         first = self.rank * share
@@ -1120,8 +1128,9 @@ def adam_eps_at(hp: Hyperparameters, step: int) -> float:
 
 def set_schedules(hp: Hyperparameters, step: int, adam: torch.optim.Adam, muon: Muon) -> None:
     """Set the rates, Adam's eps and Muon's momentum of a step."""
+    rate = rate_at(hp, step)
     for group in (*adam.param_groups, *muon.param_groups):
-        group["lr"] = group["base_lr"] * rate_at(hp, step)
+        group["lr"] = group["base_lr"] * rate
     for group in adam.param_groups:
         group["eps"] = adam_eps_at(hp, step)
     for group in muon.param_groups:
@@ -1164,7 +1173,7 @@ def optimizer_groups(model: GPT) -> dict[str, dict[str, Tensor]]:
 
 def build_optimizers(hp: Hyperparameters, model: GPT,
                      hardware: Hardware) -> tuple[torch.optim.Adam, Muon]:
-    """base_lr: the rate before its schedule."""
+    """Adam and Muon. set_schedules sets lr and Adam's eps in each step; base_lr is lr before it."""
     groups = optimizer_groups(model)
     rates = base_rates(hp)
     adam_groups = [dict(params=list(groups[kind].values()), base_lr=rates[kind])
@@ -1232,8 +1241,8 @@ class Trainer:
         self.model = GPT(hp, hardware, data.train.micro_steps).to(hardware.device)
         self.window = torch.zeros(2, dtype=torch.int32, device=hardware.device)
         self.adam, self.muon = build_optimizers(hp, self.model, hardware)
-        # the same weights three times: ddp_model trains, compiled_model validates, and model,
-        # with parameters under their plain names, is what checkpoints hold
+        # three wrappers of the same parameters: ddp_model trains, compiled_model validates, and
+        # model has them under their plain names, for checkpoints
         self.compiled_model = self.model
         if hardware.compile:
             self.compiled_model = torch.compile(self.model, dynamic=False, fullgraph=True)
@@ -1245,17 +1254,15 @@ class Trainer:
         self.unread = collections.deque()   # metrics of steps that the host has not read yet
 
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> None:
-        """One optimizer step; `step` counts from 0. read_losses (section 12) returns its loss.
+        """One optimizer step; `step` counts from 0. read_losses (section 12) reads its loss later.
 
         Once a loss or a gradient is not finite, no step changes a weight, and read_losses raises.
         """
         set_schedules(self.hp, step, self.adam, self.muon)
         set_window(self.hp, step, self.window)
         mean_loss = self.accumulate_gradients(batch)
-        # the embeddings' gradients are averaged during Newton–Schulz; Muon's updates are gathered
-        # while Adam computes
-        reductions = self.reduce_embeddings()
-        muon_updates = self.muon.start_updates()
+        reductions = self.reduce_embeddings()       # meanwhile Newton–Schulz computes
+        muon_updates = self.muon.start_updates()    # their all-gathers run while Adam computes
         for work in reductions:
             work.wait()
         metrics = self.sum_metrics(mean_loss)
@@ -1290,8 +1297,8 @@ class Trainer:
                 for name, p in self.model.named_parameters() if is_embedding(name)]
 
     def sum_metrics(self, mean_loss: Tensor) -> Tensor:
-        """[loss, requests to stop, largest gradient norm, index of its parameter], summed over the
-        ranks. The gradients are the same on all ranks by now, and so are their norm and its index.
+        """[loss, requests to stop, largest gradient norm, index of its parameter], each summed over
+        the ranks. The last two are the same on all ranks, and read_losses divides by world_size.
         """
         norms = torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters()]))
         largest_norm, largest = norms.max(dim=0)  # NaN counts as the largest
@@ -1358,15 +1365,16 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
             save_due = hp.save_every > 0 and (last_step or step % hp.save_every == 0)
             # on CUDA the host reads a loss while the GPU computes the next step
             read_all = val_due or save_due or hardware.device.type != "cuda"
-            log.train_losses(trainer, read_losses(trainer, keep=0 if read_all else 1))
+            losses = read_losses(trainer, keep=0 if read_all else 1)
+            log.train_losses(trainer, losses)
             if last_step and hp.save_model:
                 save_model(trainer, saver)
             if save_due:  # before the validation, which may take long
                 save_checkpoint(trainer, saver, log, step)
             if val_due and not trainer.stopping:
                 result = validate(trainer, log, step)
-            if trainer.stopping:  # perhaps since the validation
-                save_checkpoint(trainer, saver, log, step)  # unless this step is saved
+            if trainer.stopping:  # as read_losses or validate found
+                save_checkpoint(trainer, saver, log, step)  # does nothing if it is saved already
             if trainer.stopping or last_step:
                 break
             signals.check_launcher()  # stops if torchrun was killed
@@ -1431,7 +1439,7 @@ class Logger:
                    f"commit: {commit or 'unknown'}{' (dirty)' if dirty else ''}",
                    f"source_sha256: {source_sha256}"]
         machine = environment(hardware)
-        if run.log_sizes:  # the log continues, perhaps with another source and machine
+        if self.sizes["log.txt"]:  # the run resumed, perhaps with another source and machine
             self.put("log.txt", "\n".join([*program, *machine]))
         else:
             values = asdict(hp)
@@ -1568,19 +1576,19 @@ def command_output(*command: str) -> str:
 CHECKPOINT_FORMAT = 2
 # What a checkpoint has besides the entries of a model.pt.
 TRAINING_STATE = {"origins", "clock_ms", "log_sizes", "adam", "muon", "batch_index", "rng_state"}
-# What a damaged or foreign file can make Python and PyTorch raise.
+# What a damaged or foreign file can make Python, PyTorch and check_hyperparameters raise.
 FOREIGN_ERRORS = (UserError, OSError, ValueError, LookupError, TypeError, AttributeError,
                   RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError)
 
 
 class Saver:
-    """Writes files in a background thread: training waits only for a copy to the host."""
+    """Writes files in a background thread: training waits for the file before and for a copy."""
 
     def __init__(self, folder: Path, enabled: bool, start_step: int = 0):
         self.folder = folder
         self.enabled = enabled          # on rank 0
-        self.saved_step = start_step    # of the last checkpoint, even if it failed
-        self.thread = ThreadPoolExecutor(1)
+        self.saved_step = start_step    # of the last checkpoint, even if it failed; or the start
+        self.executor = ThreadPoolExecutor(1)
         self.pending = None     # the last file, perhaps still being written
         self.failed = False     # the last file could not be written
 
@@ -1591,10 +1599,11 @@ class Saver:
         self.wait()
 
     def save(self, name: str, state: dict, keep: int = 0) -> None:
-        """The caller must not change `state` afterwards. keep: the newest checkpoints; 0: all."""
+        """The caller must not change `state` afterwards. keep: how many checkpoints stay; 0: all.
+        """
         if self.enabled:
             path = self.folder / name
-            self.pending = self.thread.submit(self.write_atomically, path, state, keep)
+            self.pending = self.executor.submit(self.write_atomically, path, state, keep)
 
     def wait(self) -> None:
         if self.pending:
@@ -1610,7 +1619,7 @@ class Saver:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
             if keep:
-                # those of later steps are damaged: the run that resumed has skipped them
+                # those of later steps are damaged, and were skipped on resume: not counted
                 good = [each for each in checkpoints(self.folder) if step_of(each) <= step_of(path)]
                 for old in good[:-keep]:
                     old.unlink(missing_ok=True)
@@ -1648,7 +1657,7 @@ def save_checkpoint(trainer: Trainer, saver: Saver, log: Logger, step: int) -> N
 
 def copy_to_host(state):
     """A copy of nested containers with every tensor on the CPU."""
-    return tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), state)
+    return tree_map_only(Tensor, lambda x: x.to("cpu", copy=True), state)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -1663,7 +1672,7 @@ def step_of(path: Path) -> int:
 
 
 def read_checkpoint(path: Path, to_resume: bool = False) -> dict:
-    """A checkpoint or a model.pt, with its hyperparameters as such.
+    """A checkpoint or a model.pt; its entry "hyperparameters" becomes a Hyperparameters.
 
     Nothing in it is executed, and its tensors are memory-mapped.
     """
@@ -1682,10 +1691,10 @@ def read_checkpoint(path: Path, to_resume: bool = False) -> dict:
         if missing:
             raise ValueError(f"it does not hold {', '.join(sorted(missing))}")
         saved = state["hyperparameters"]
-        missing = FIELDS.keys() - MAY_CHANGE_ON_RESUME - saved.keys()
-        if missing:  # the default of this file could change the training
+        unknown = FIELDS.keys() - MAY_CHANGE_ON_RESUME - saved.keys()
+        if unknown:  # the default of this file could change the training
             raise ValueError("an older train_gpt.py wrote it, without "
-                             f"{', '.join(sorted(missing))}")
+                             f"{', '.join(sorted(unknown))}")
         hp = Hyperparameters(**{name: saved[name] for name in FIELDS if name in saved})
         check_hyperparameters(hp)
         return state | dict(hyperparameters=hp)
@@ -1698,7 +1707,8 @@ def restore(trainer: Trainer, checkpoint: dict) -> int:
             f"at least {step}, the step of the checkpoint")
     with explained("the checkpoint does not fit", "give one of this training",
                    (RuntimeError, ValueError, KeyError)):  # of PyTorch's load_state_dict
-        trainer.load_state_dict(copy_to_host(checkpoint))  # not mapped to the file any more
+        # a copy: tables of n-grams and optimizers would keep tensors that are mapped to the file
+        trainer.load_state_dict(copy_to_host(checkpoint))
     trainer.clock.ms = dict(checkpoint["clock_ms"])
     return step
 
@@ -1710,9 +1720,9 @@ def find_run(hp: Hyperparameters) -> Run:
     folder = logs / (hp.run_id or new_id)
 
     if hp.resume == "auto":
-        saved = [path for each in logs.glob("*") for path in checkpoints(each)]
-        if saved and not hp.run_id:  # the run that was saved last
-            folder = max(saved, key=os.path.getmtime).parent
+        paths = [path for each in logs.glob("*") for path in checkpoints(each)]
+        if paths and not hp.run_id:  # the run that was saved last
+            folder = max(paths, key=os.path.getmtime).parent
         return resume_newest(folder)
 
     if os.path.isdir(hp.resume):
@@ -1727,10 +1737,10 @@ def find_run(hp: Hyperparameters) -> Run:
         run.notes = [f"resuming from {hp.resume}, step {step}"]
         if not hp.run_id:
             old_folder = Path(hp.resume).resolve().parent
-            if hp.origins["log_dir"] == "default":
-                logs = old_folder.parent
-            run.folder = logs / f"{old_folder.name}_from_{step}"
+            beside = old_folder.parent if hp.origins["log_dir"] == "default" else logs
+            run.folder = beside / f"{old_folder.name}_from_{step}"
 
+    # the folder must be new, unless torchrun restarted the ranks
     saved = checkpoints(run.folder)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         # torchrun restarts ranks with the same options: with a run_id they find their run
@@ -1742,7 +1752,7 @@ def find_run(hp: Hyperparameters) -> Run:
 
 
 def resume_newest(folder: Path) -> Run:
-    """From the newest checkpoint that is not damaged; where there is none, a new run."""
+    """From the newest checkpoint that is not damaged. A new run where nothing was saved."""
     notes = []
     for path in reversed(checkpoints(folder)):
         try:
@@ -1769,10 +1779,10 @@ def load_model(path: str, hardware: Hardware) -> GPT:
             file = saved[-1]
     state = read_checkpoint(file)
     hp = state["hyperparameters"]
-    # the rotary table is as long as the longest of both, and a file may claim any length
+    # the rotary table is as long as the longer of the two, and a file may claim any length
     hp.sequence_tokens = min(hp.sequence_tokens, 2**16)
     hp.val_sequence_tokens = 0
-    model = GPT(hp, replace(hardware, attention="banded"))  # flex trains and scores only compiled
+    model = GPT(hp, replace(hardware, attention="banded"))  # flex must be compiled
     with explained(f"--checkpoint={path} cannot be loaded", "give the model.pt of a run",
                    (RuntimeError, KeyError)):
         model.load_state_dict(state["model"])
@@ -1833,12 +1843,17 @@ def evaluate(trainer: Trainer) -> dict | None:
 
 def text_codec(hp: Hyperparameters) -> tuple:
     """(text → tokens, tokens → text): bytes, or GPT-2's vocabulary."""
-    if hp.is_byte_level:
-        def decode(tokens: list[int]) -> str:
-            return bytes(token for token in tokens if token < 256).decode(errors="replace")
-        return lambda text: [*text.encode()], decode
-    with data_module("vocabulary") as vocabulary:
-        return vocabulary.gpt2_codec()
+    if not hp.is_byte_level:
+        with data_module("vocabulary") as vocabulary:
+            return vocabulary.gpt2_codec()
+
+    def encode(text: str) -> list[int]:
+        return [*text.encode(errors="surrogateescape")]  # the bytes that the command line had
+
+    def decode(tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    return encode, decode
 
 
 def escape_control_characters(text: str) -> str:
@@ -1885,6 +1900,7 @@ def last_window(model: GPT) -> Tensor:
 
 @torch.no_grad()
 def score_hellaswag(folder: str, model: GPT) -> dict:
+    """The score as a line to print, the accuracy, and the number of tasks."""
     hp = model.hp
     window = last_window(model)
 
@@ -1918,7 +1934,7 @@ def finish(trainer: Trainer, log: Logger, result: dict, recompiles: int) -> None
     log.record(end=True, **result, recompiles=recompiles, times_ms=times_ms)
 
     model = trainer.model.eval()
-    model.hardware = replace(trainer.hardware, attention="banded")  # flex needs the compiled model
+    model.hardware = replace(trainer.hardware, attention="banded")  # flex must be compiled
     try:
         log.write("sample:", sample(model, "", hp))
     except UserError as error:
@@ -1937,7 +1953,7 @@ def finish(trainer: Trainer, log: Logger, result: dict, recompiles: int) -> None
 # ── the laptop run: n-grams and copies of earlier text suggest the next token ─────────────────────
 
 MAX_SUCCESSORS = 32     # that are kept of each context
-TOKEN_BITS = 9          # of each token in a packed context
+TOKEN_BITS = 9          # of each token in a packed context: vocabularies of 512 at most
 TOKEN_MASK = 2**TOKEN_BITS - 1
 COUNT_BITS = 24         # of the count of a successor, while a table is sorted
 HASH_FACTOR = 0x5851F42D4C957F2D  # for hashes of texts; Knuth's linear congruential generator
@@ -1947,8 +1963,9 @@ class NGrams(nn.Module):
     """Probabilities of the next token by counts of n-grams; the model learns to correct them.
 
     What follows each context of 1 to `order` tokens is counted once, before the first step: seconds
-    for a text that the model would read for an hour (count_ngrams). The probability of a token is
-    (count − discount) / total; the discounts are left over for the next shorter context.
+    for a text that the model would read for an hour (count_ngrams). After a context of n tokens,
+    P_n(token) = (count − discount) / total + left_over · P_{n−1}(token), down to the unigrams;
+    left_over is what the discounts, and the successors that are not kept, leave of 1.
 
     Buffers of the contexts of n tokens:
         contexts_n    each once, sorted, packed into 9 bits a token, the newest in the highest bits
@@ -1970,8 +1987,11 @@ class NGrams(nn.Module):
                            probs=torch.zeros(MAX_SUCCESSORS, dtype=torch.float16))
 
     def set_table(self, n: int, **table: Tensor) -> None:
-        for name, tensor in table.items():
-            self.register_buffer(f"{name}_{n}", tensor.to(self.unigrams.device), persistent=False)
+        self.set_extra_state({f"{name}_{n}": tensor for name, tensor in table.items()})
+
+    def table(self, n: int) -> list[Tensor]:
+        return [getattr(self, f"{name}_{n}")
+                for name in ("contexts", "starts", "successors", "probs")]
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """The tables in a state_dict: load_state_dict refuses buffers of another size."""
@@ -1987,19 +2007,19 @@ class NGrams(nn.Module):
         mixture = self.unigrams.new_zeros(len(inputs), len(self.unigrams))
         left_over = mixture.new_ones(len(inputs), 1)  # what all longer contexts leave over
         column = torch.arange(MAX_SUCCESSORS, device=inputs.device)
+        # the last `order` tokens of each position, packed, the newest in the highest bits
         context = torch.zeros_like(inputs, dtype=torch.int64)
         for back in range(self.order):
             context = (context << TOKEN_BITS) | shifted(inputs, back)
         for n in range(self.order, 0, -1):
-            contexts = getattr(self, f"contexts_{n}")
-            starts = getattr(self, f"starts_{n}")
-            in_document = documents == shifted(documents, n - 1, -1)
+            contexts, starts, successors, probs = self.table(n)
+            in_document = documents == shifted(documents, n - 1, -1)  # all n tokens
             row = torch.searchsorted(contexts, context).clamp(max=len(contexts) - 1)
             found = in_document & (contexts[row] == context)
             start = starts[row]
             length = torch.where(found, starts[row + 1] - start, 0)
-            successor = entries_from(start, getattr(self, f"successors_{n}"))
-            prob = entries_from(start, getattr(self, f"probs_{n}"))
+            successor = entries_from(start, successors)
+            prob = entries_from(start, probs)
             prob = torch.where(column < length[:, None], prob.to(mixture.dtype), 0.0)
             mixture.scatter_add_(1, successor.long(), left_over * prob)
             # min: rounded to float16 they may sum to 1, and a probability of 0 has no logarithm
@@ -2022,7 +2042,8 @@ def shifted(x: Tensor, back: int, fill: int = 0) -> Tensor:
 def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[Tensor, Tensor]:
     """(token, found), each [tokens, lengths]: what followed the latest match of so many tokens.
 
-    A match is an earlier occurrence, in the same document, of the `length` tokens up to here.
+    A match is an earlier occurrence, in the same document, of the `length` tokens up to here, by a
+    hash of 62 bits.
     """
     num_tokens = len(inputs)
     # keys of positions where nothing can match: negative, and no two are equal
@@ -2034,18 +2055,19 @@ def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[T
         if length in lengths:
             in_document = documents == shifted(documents, length - 1, -1)
             keys.append(torch.where(in_document, key & (2**62 - 1), unmatched))
-    # stable: equal keys are neighbours now, in the order of the text; the one before is the match
+    # stable: of equal keys the one before is the latest match
     sorted_keys, order = torch.sort(torch.stack(keys), stable=True)
     repeated = sorted_keys[:, 1:] == sorted_keys[:, :-1]
-    earlier = torch.full_like(order, -1)
+    earlier = torch.full_like(order, -1)  # where the match ends; −1: there is none
     earlier.scatter_(1, order[:, 1:], torch.where(repeated, order[:, :-1], -1))
     return inputs[earlier + 1].long().T, (earlier >= 0).T
 
 
 class Suggestions(nn.Module):
-    """Adds probabilities of n-grams and copied tokens to the embedding and to the logits.
+    """Adds what n-grams and copies suggest as the next token to the embedding and to the logits.
 
-    What is added to the logits is weighed by gates, which are computed for each token.
+    Gates, computed for each token, weigh what is added to the logits: the logarithms of the
+    n-grams' probabilities, and 1 at each copied token.
     """
 
     def __init__(self, hp: Hyperparameters):
@@ -2058,7 +2080,7 @@ class Suggestions(nn.Module):
             self.ngram_embed = nn.Embedding(hp.padded_vocab, hp.model_dim)
             self.ngram_gate = Linear(hp.model_dim, 1)
         if hp.copy_lengths:
-            # a table for each length; padding_idx: its row counts as zero
+            # the tables of all lengths, one after another, and a row that adds nothing
             self.not_found = len(hp.copy_lengths) * hp.padded_vocab
             self.copy_embed = nn.EmbeddingBag(self.not_found + 1, hp.model_dim, mode="sum",
                                               padding_idx=self.not_found)
@@ -2124,9 +2146,10 @@ def count_ngrams(ngrams: NGrams, loader: Loader, num_batches: int, limit: int) -
         ngrams.set_table(n, **tabulate(pairs, counts))
         successor = pairs & TOKEN_MASK
         shorter_context = pairs >> (2 * TOKEN_BITS)  # without successor and oldest token
+        # each pair adds 1 to the shorter pair
         pairs, counts = sort_and_count((shorter_context << TOKEN_BITS) | successor)
     unigrams = np.full(len(ngrams.unigrams), 0.5)
-    unigrams[pairs] += counts  # of an empty context and a successor
+    unigrams[pairs] += counts  # their contexts are empty now: a pair is its successor
     ngrams.unigrams.copy_(torch.from_numpy(unigrams / unigrams.sum()))
     return sum(length for _, _, length in spans)
 
@@ -2157,15 +2180,14 @@ def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
     end = 0
     for shard, start, length in spans:
         tokens = shard.tokens(start, length)
-        for first in range(0, length - order, 2**15):  # pieces fit the CPU's cache
+        for first in range(0, length - order, 2**15):  # chunks fit the CPU's cache
             chunk = tokens[first:first + 2**15 + order].astype(np.int64)
-            piece = pairs[end:end + len(chunk) - order]
+            chunk_pairs = pairs[end:end + len(chunk) - order]
             # pair i has the context chunk[i:i + order] and the successor chunk[i + order]
-            newest_to_oldest = range(order - 1, -1, -1)
-            for offset in (*newest_to_oldest, order):
-                piece <<= TOKEN_BITS
-                piece |= chunk[offset:offset + len(piece)]
-            end += len(piece)
+            for offset in (*reversed(range(order)), order):
+                chunk_pairs <<= TOKEN_BITS
+                chunk_pairs |= chunk[offset:offset + len(chunk_pairs)]
+            end += len(chunk_pairs)
         shard.release_pages()
     return pairs
 
@@ -2173,18 +2195,18 @@ def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
 def tabulate(pairs: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
     """The table of an order from its sorted (context, successor) pairs and their counts."""
     contexts, num_successors = sort_and_count(pairs >> TOKEN_BITS)
-    row = np.repeat(np.arange(len(contexts)), num_successors)
+    row = np.repeat(np.arange(len(contexts)), num_successors)  # context of each pair, and entry
     # by context, then by count, the highest first: sorts integers of row | rarity | successor
     highest = 2**COUNT_BITS - 1
     rarity = highest - np.minimum(counts, highest)
     successor = pairs & TOKEN_MASK
     entries = np.sort((row << (COUNT_BITS + TOKEN_BITS)) | (rarity << TOKEN_BITS) | successor)
     successors = entries & TOKEN_MASK
-    counts = highest - ((entries >> TOKEN_BITS) & highest)
-    first = np.cumsum(num_successors) - num_successors  # entry of each context
-    totals = np.add.reduceat(counts, first)
-    probs = (counts - discounts(counts)) / totals[row]
-    is_kept = np.arange(len(entries)) - first[row] < MAX_SUCCESSORS
+    sorted_counts = highest - ((entries >> TOKEN_BITS) & highest)
+    first_entry = np.cumsum(num_successors) - num_successors  # of each context
+    totals = np.add.reduceat(sorted_counts, first_entry)
+    probs = (sorted_counts - discounts(sorted_counts)) / totals[row]
+    is_kept = np.arange(len(entries)) - first_entry[row] < MAX_SUCCESSORS
     starts = np.append(0, np.cumsum(np.minimum(num_successors, MAX_SUCCESSORS)))
     padding = (0, MAX_SUCCESSORS)
     return dict(contexts=torch.from_numpy(contexts),
@@ -2218,8 +2240,8 @@ def sort_and_count(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class Float8Matmul(torch.autograd.Function):
     """x @ weight.T for the head, in FP8 with constant scales: e4m3 forward, e5m2 for the gradient.
 
-    x is normed, so that no entry is above √model_dim, and the gradient of a token's loss is 1 at
-    most: with the default scales neither overflows. Weights beyond ±24 saturate.
+    x is normed, so that no entry is above √model_dim, and the gradient of a token's loss by a logit
+    is 1 at most: with the default scales neither overflows. Weights beyond ±24 saturate.
     """
 
     @staticmethod
@@ -2254,7 +2276,9 @@ def column_major(x: Tensor) -> Tensor:
 
 def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
                   fast: bool = False) -> Tensor:
-    """(a @ b) / scale; fast: accumulated in fewer bits, enough for a sum over model_dim."""
+    """(a @ b) / scale, the product of both scales. fast: accumulated in fewer bits, which is enough
+    for a sum over model_dim.
+    """
     one = torch.ones((), device=a.device)
     inverse = torch.full((), 1 / scale, device=a.device)
     return torch._scaled_mm(a, b, scale_a=inverse, scale_b=one, out_dtype=dtype,
@@ -2263,104 +2287,22 @@ def scaled_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype,
 
 # ═══ 12  Ranks and faults ═════════════════════════════════════════════════════════════════════════
 
-def wait_until(is_ready: Callable, hardware: Hardware) -> None:
-    """Poll until is_ready(). Several ranks wait for hardware.timeout seconds at most.
-
-    On CUDA PyTorch's own timeout is later, and would not name the rank that is missing.
-    """
-    started = time.monotonic()
-    while not is_ready():
-        if hardware.world_size > 1 and time.monotonic() > started + hardware.timeout:
-            raise dist.DistError("no answer in time")
-        time.sleep(2e-5)
-
-
-def all_reduce_sum(values: Tensor, hardware: Hardware) -> Tensor:
-    """The sum of a tensor over the ranks. Waits for it."""
-    if hardware.world_size > 1:
-        values = values.to(hardware.device)
-        work = dist.all_reduce(values, async_op=True)
-        wait_until(work.is_completed, hardware)
-        work.wait()
-    return values
-
-
-# ── the metrics of a step: on CUDA the host reads them while the GPU computes the next step ───────
-
-class QueuedStep(NamedTuple):
-    """A step whose metrics the host has not read yet."""
-    step: int
-    metrics: Tensor                     # of Trainer.sum_metrics, on the host
-    copied: torch.cuda.Event | None     # recorded after the copy; None: nothing was copied
-
-
-def queue_metrics(trainer: Trainer, step: int, metrics: Tensor) -> None:
-    """Start to copy the metrics of a step to the host, for read_losses."""
-    copied = None
-    if trainer.hardware.device.type == "cuda":
-        on_device = metrics
-        metrics = torch.empty_like(on_device, device="cpu", pin_memory=True)
-        metrics.copy_(on_device, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-    trainer.unread.append(QueuedStep(step, metrics, copied))
-
-
-def read_losses(trainer: Trainer, keep: int = 0) -> dict[int, float]:
-    """Read all queued steps but the last `keep`; all of them once a rank asks to stop.
-
-    Returns {steps done: mean loss}.
-    """
-    world_size = trainer.hardware.world_size
-    losses = {}
-    while len(trainer.unread) > keep:
-        queued = trainer.unread.popleft()
-        if queued.copied:
-            wait_until(queued.copied.query, trainer.hardware)
-        loss_sum, stops, norm_sum, index_sum = queued.metrics.tolist()
-        loss = loss_sum / world_size
-        steps_done = queued.step + 1
-        if not math.isfinite(loss + norm_sum):
-            reason = "all gradients are finite"
-            if not math.isfinite(norm_sum):
-                names = [name for name, _ in trainer.model.named_parameters()]
-                # a sum over the ranks of the same index
-                reason = f"gradient of {names[round(index_sum / world_size)]} is not finite"
-            raise not_finite_error(trainer, steps_done, f"the loss of step {steps_done} is {loss}",
-                                   reason)
-        losses[steps_done] = loss
-        if stops > 0:
-            trainer.stopping = True
-            keep = 0
-    return losses
-
-
-def not_finite_error(trainer: Trainer, steps_done: int, what: str, otherwise: str) -> UserError:
-    """Names the first parameter that is not finite, otherwise the other reason; and the batch."""
-    wrong = [name for name, p in trainer.model.named_parameters() if not p.isfinite().all()]
-    reason = f"parameter {wrong[0]} is not finite" if wrong else otherwise
-    batch_index = max(0, steps_done - 1)
-    shard, number = trainer.data.train.batches[batch_index]
-    return UserError(f"{what}: {reason}; the batch is {batch_index}, number {number} of "
-                     f"{shard.path}; lower the rates, or replay it from a checkpoint "
-                     "(--save_every)")
-
-
 # ── the process group ─────────────────────────────────────────────────────────────────────────────
 
 def join_group(hardware: Hardware) -> None:
     """Initialize the process group. The error names the ranks that do not arrive in time."""
     if hardware.world_size == 1:
         return
-    late = f"did not arrive within --timeout={hardware.timeout:g} s"
-    remedy = "look at its machine, or wait longer"
     with explained("the ranks cannot meet", "start them with ./run.sh or torchrun", KeyError):
         address = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
+    late = f"did not arrive within --timeout={hardware.timeout:g} s"
+    remedy = "look at its machine, or wait longer"
+    # torchrun may host the store, otherwise rank 0 does
     launcher_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    with explained(f"rank 0 {late}", remedy, dist.DistError):  # else rank 0 hosts it
-        store = dist.TCPStore(address, port,
-                              is_master=hardware.rank == 0 and not launcher_hosts_store,
+    is_master = hardware.rank == 0 and not launcher_hosts_store
+    with explained(f"rank 0 {late}", remedy, dist.DistError):
+        store = dist.TCPStore(address, port, is_master=is_master,
                               timeout=datetime.timedelta(seconds=hardware.timeout))
         if hardware.launcher_pid:
             # on one machine torchrun keeps its store, with its keys, when it restarts the ranks
@@ -2407,19 +2349,42 @@ def leave_group(finished: bool) -> None:
         dist.destroy_process_group()
 
 
+# ── collectives that wait, and ranks that do not answer ───────────────────────────────────────────
+
+def wait_until(is_ready: Callable, hardware: Hardware) -> None:
+    """Poll until is_ready(). Several ranks wait for hardware.timeout seconds at most.
+
+    On CUDA PyTorch's own timeout is later, and would not name the rank that is missing.
+    """
+    started = time.monotonic()
+    while not is_ready():
+        if hardware.world_size > 1 and time.monotonic() > started + hardware.timeout:
+            raise dist.DistError("no answer in time")
+        time.sleep(2e-5)
+
+
+def all_reduce_sum(values: Tensor, hardware: Hardware) -> Tensor:
+    """The sum of a tensor over the ranks. Waits for it."""
+    if hardware.world_size > 1:
+        values = values.to(hardware.device)
+        work = dist.all_reduce(values, async_op=True)
+        wait_until(work.is_completed, hardware)
+        work.wait()
+    return values
+
+
 @torch.no_grad()
 def check_ranks_agree(trainer: Trainer, step: int) -> None:
-    """Raise if the ranks differ in step, hyperparameters or a parameter (the sum of its bits)."""
+    """Raise if the ranks differ in step, hyperparameters, or the sum of the bits of a tensor."""
     world_size = trainer.hardware.world_size
     if world_size == 1:
         return
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize, to add up bits
     settings = zlib.crc32(repr(asdict(trainer.hp)).encode())
     values = {"the step": torch.tensor(step), "the hyperparameters": torch.tensor(settings)}
     suggestions = trainer.model.suggestions
     tables = suggestions.named_buffers() if suggestions else ()
     for name, x in (*trainer.model.named_parameters(), *tables):
-        values[name] = x.view(integers[x.element_size()]).sum()
+        values[name] = x.flatten().view(torch.int16).sum()
     own = torch.stack([value.to(trainer.hardware.device) for value in values.values()])
     gathered = own.new_empty(world_size * len(own))
     dist.all_gather_single(gathered, own)
@@ -2433,7 +2398,7 @@ def check_ranks_agree(trainer: Trainer, step: int) -> None:
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether a collective failed because another rank does not answer."""
+    """Whether a collective failed because another rank is gone: NCCL, the store or gloo say so."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
@@ -2447,6 +2412,69 @@ def silent_ranks_error(error: RuntimeError) -> UserError:
     return UserError(f"rank {silent or 'unknown'} stopped answering ({reason_of(error)}); look at "
                      "its machine, then resume with --resume=auto")
 
+
+# ── the metrics of a step: on CUDA the host reads them while the GPU computes the next step ───────
+
+class QueuedStep(NamedTuple):
+    """A step whose metrics the host has not read yet."""
+    step: int
+    metrics: Tensor                     # of Trainer.sum_metrics, on the host
+    copied: torch.cuda.Event | None     # recorded after the copy; None: nothing was copied
+
+
+def queue_metrics(trainer: Trainer, step: int, metrics: Tensor) -> None:
+    """Start to copy the metrics of a step to the host, for read_losses."""
+    copied = None
+    if trainer.hardware.device.type == "cuda":
+        on_device = metrics
+        metrics = torch.empty_like(on_device, device="cpu", pin_memory=True)
+        metrics.copy_(on_device, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+    trainer.unread.append(QueuedStep(step, metrics, copied))
+
+
+def read_losses(trainer: Trainer, keep: int = 0) -> dict[int, float]:
+    """Read all queued steps but the last `keep`; all of them once a rank asks to stop.
+
+    Returns {steps done: mean loss}.
+    """
+    world_size = trainer.hardware.world_size
+    losses = {}
+    while len(trainer.unread) > keep:
+        queued = trainer.unread.popleft()
+        if queued.copied:
+            wait_until(queued.copied.query, trainer.hardware)
+        loss_sum, stops, norm_sum, index_sum = queued.metrics.tolist()
+        loss = loss_sum / world_size
+        steps_done = queued.step + 1
+        if not math.isfinite(loss + norm_sum):
+            reason = "all gradients are finite"
+            if not math.isfinite(norm_sum):
+                names = [name for name, _ in trainer.model.named_parameters()]
+                # the index is the same on all ranks
+                reason = f"gradient of {names[round(index_sum / world_size)]} is not finite"
+            raise not_finite_error(trainer, steps_done, f"the loss of step {steps_done} is {loss}",
+                                   reason)
+        losses[steps_done] = loss
+        if stops > 0:
+            trainer.stopping = True
+            keep = 0
+    return losses
+
+
+def not_finite_error(trainer: Trainer, steps_done: int, what: str, fallback: str) -> UserError:
+    """Names the first parameter that is not finite, or gives the fallback reason; and the batch."""
+    wrong = [name for name, p in trainer.model.named_parameters() if not p.isfinite().all()]
+    reason = f"parameter {wrong[0]} is not finite" if wrong else fallback
+    batch_index = max(0, steps_done - 1)
+    shard, number = trainer.data.train.batches[batch_index]
+    return UserError(f"{what}: {reason}; the batch is {batch_index}, number {number} of "
+                     f"{shard.path}; lower the rates, or replay it from a checkpoint "
+                     "(--save_every)")
+
+
+# ── signals ───────────────────────────────────────────────────────────────────────────────────────
 
 class SignalHandler:
     """The first signal stops the run after its step and saves; the second quits at once."""
@@ -2516,29 +2544,18 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
                         timeout=hp.timeout)
     if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun on one machine
         hardware.launcher_pid = os.getppid()
-    device_type = hp.device
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if device_type == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device=mps: this machine has none; give --device=cpu")
+    hardware.device = find_device(hp, hardware.rank)
 
-    hardware.device = torch.device(device_type)
     gpu = None              # its properties
     has_bf16 = False        # for activations; older GPUs only emulate it, and it is slow on CPUs
     muon_has_bf16 = False   # for Newton–Schulz: some CPUs too
-    if device_type == "cuda":
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the ranks of this machine
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(f"--device=cuda: rank {hardware.rank} needs GPU {local_rank} and there "
-                            f"are {torch.cuda.device_count()}; start one process per GPU, or give "
-                            "--device=cpu")
-        hardware.device = torch.device(device_type, local_rank)
+    if hardware.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(hardware.device)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         muon_has_bf16 = has_bf16
         lowest = (9, 5) if torch.version.hip else (8, 9)  # AMD's 9.4 has FP8 with another bias
         hardware.has_fp8 = (gpu.major, gpu.minor) >= lowest
-    elif device_type == "cpu":
+    elif hardware.device.type == "cpu":
         cpu = torch.cpu.get_capabilities()
         muon_has_bf16 = cpu.get("avx512_bf16") or cpu.get("amx_bf16")
 
@@ -2546,15 +2563,31 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
     hardware.muon_dtype = choose_dtype(hp.muon_dtype, muon_has_bf16)
     if hp.dtype == "float64" and hp.muon_dtype == "auto":
         hardware.muon_dtype = torch.float64
-    hardware.why_not_compiled = why_not_compile(hp, device_type, gpu)
+    hardware.why_not_compiled = why_not_compile(hp, hardware.device.type, gpu)
     hardware.compile = not hardware.why_not_compiled
-    can_flex = has_bf16 and hardware.compile
+    can_flex = has_bf16 and hardware.compile  # has_bf16 is true on GPUs only
     if hp.attention == "flex" and not can_flex:
         raise UserError("--attention=flex: it trains only compiled, on a GPU with bfloat16 "
                         "(NVIDIA: from Ampere on); give --attention=banded")
     if can_flex and hp.attention != "banded":
         hardware.attention = "flex"
     return hardware
+
+
+def find_device(hp: Hyperparameters, rank: int) -> torch.device:
+    device_type = hp.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device=mps: this machine has none; give --device=cpu")
+    if device_type != "cuda":
+        return torch.device(device_type)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the ranks of this machine
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(f"--device=cuda: rank {rank} needs GPU {local_rank} and there are "
+                        f"{torch.cuda.device_count()}; start one process per GPU, or give "
+                        "--device=cpu")
+    return torch.device("cuda", local_rank)
 
 
 def choose_dtype(name: str, has_bf16: bool) -> torch.dtype:
@@ -2576,8 +2609,9 @@ def why_not_compile(hp: Hyperparameters, device_type: str, gpu=None) -> str:
     if device_type == "mps":
         problem = "there is no compiler for it"
     elif device_type == "cpu":
-        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-            problem = "there is no C++ compiler (g++ or clang++) here"
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        if not shutil.which(compiler):
+            problem = f"there is no C++ compiler ({compiler}) here"
     elif gpu.major < 7:
         problem = "there is no Triton for this GPU"
     else:
@@ -2594,7 +2628,7 @@ def why_not_compile(hp: Hyperparameters, device_type: str, gpu=None) -> str:
 def start_triton() -> None:
     """Triton builds a library in C when it starts: raises where there is no C compiler."""
     from triton.runtime import driver
-    driver.active.utils  # builds it
+    driver.active.utils
 
 
 def head_choices(head_dim: int):
@@ -2621,7 +2655,7 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
                        "see nvidia-smi, install a PyTorch built for it, or give --device=cpu",
                        RuntimeError):
             torch.cuda.set_device(device)
-            # a backward pass on any value starts CUDA and autograd's thread
+            # starts CUDA and autograd's thread: fails here if CUDA does not work
             torch.zeros(1, device=device, requires_grad=True).backward()
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for each length
         config = torch._inductor.config
@@ -2638,43 +2672,45 @@ def prepare_device(hp: Hyperparameters, hardware: Hardware) -> None:
 
 
 # ── memory: which sequences fit ───────────────────────────────────────────────────────────────────
-# Fitted to traces of tests/gpu: the estimate of a run's peak lies 0 to 25 % above them.
+# fit_to_hardware shortens sequences by an estimate of the peak: parameter_bytes + sequence_bytes,
+# fitted to traces of tests/gpu, which it exceeds by 0 to 25 %.
 
 SEQUENCE_LENGTHS = ("sequence_tokens", "val_sequence_tokens")
 
 
-def memory_needed(hp: Hyperparameters, hardware: Hardware) -> float:
-    """Bytes at the peak of a training step, or of a longer sequence of validation."""
-    per_token = memory_per_token(hp, hardware)
-    longest = max(getattr(hp, name) * per_token[name] for name in SEQUENCE_LENGTHS)
-    return parameter_bytes(hp, hardware) + longest
-
-
 def parameter_bytes(hp: Hyperparameters, hardware: Hardware) -> float:
-    """Weights, gradients twice, the state of the optimizers; n-grams while they are sorted."""
     with torch.device("meta"):  # allocates nothing
         groups = optimizer_groups(GPT(hp, hardware))
-    total = 14 * hp.ngram_tokens if hp.ngram_order else 0
-    for kind, params in groups.items():
-        # Adam has two moments; Muon's momentum is shared among the ranks
-        states = 1 / hardware.world_size if kind == "muon" else 2
-        total += (3 + states) * sum(p.nbytes for p in params.values())
+    muon_weights = sum(p.nbytes for p in groups.pop("muon").values())
+    adam_weights = sum(p.nbytes for params in groups.values() for p in params.values())
+    total = 3 * (muon_weights + adam_weights)       # the weights, and their gradients twice
+    total += 2 * adam_weights                       # two moments
+    total += muon_weights / hardware.world_size     # momentum, shared among the ranks
+    if hp.ngram_order:
+        total += 14 * hp.ngram_tokens               # n-grams while they are sorted
     return total
 
 
 def memory_per_token(hp: Hyperparameters, hardware: Hardware) -> dict[str, float]:
     """Bytes: of training the activations that the backward pass needs, of validation the logits."""
-    itemsize = hardware.dtype.itemsize
-    per_layer = (12 + 2 * hp.mlp_ratio) * hp.model_dim
+    per_layer = 12 * hp.model_dim                   # the stream and what attention makes of it
+    per_layer += 2 * hp.mlp_ratio * hp.model_dim    # hidden units before and after ReLU²
     if hardware.attention == "banded" and hardware.device.type != "cpu":
         band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
-        per_layer += 3 * hp.num_heads * band    # attention weights, three copies
+        per_layer += 3 * hp.num_heads * band        # attention weights, three copies
+    itemsize = hardware.dtype.itemsize
     # once where their loss is compiled, otherwise four copies in fp32
     logits = hp.padded_vocab * (itemsize if hardware.compile else 16)
     train = hp.num_layers * per_layer * itemsize + logits
     if hp.fp8_head:
-        train += 2 * hp.padded_vocab            # the gradient in FP8 and its transpose
+        train += 2 * hp.padded_vocab                # the gradient in FP8 and its transpose
     return dict(sequence_tokens=train, val_sequence_tokens=logits)
+
+
+def sequence_bytes(hp: Hyperparameters, hardware: Hardware) -> float:
+    """The most that a sequence takes beside the parameters, in training or validation."""
+    per_token = memory_per_token(hp, hardware)
+    return max(getattr(hp, name) * per_token[name] for name in SEQUENCE_LENGTHS)
 
 
 def usable_bytes(total_bytes: int) -> float:
@@ -2697,15 +2733,21 @@ def available_bytes(hardware: Hardware) -> float:
     return usable_bytes(min(gpu.total_memory for gpu in gpus))
 
 
+def can_be_halved(hp: Hyperparameters, length: int) -> bool:
+    """Whether half of a sequence is whole blocks and segments."""
+    shortest = math.lcm(BLOCK, hp.segment_tokens or 1)
+    return length > 0 and length % (2 * shortest) == 0
+
+
 def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str, room: float) -> int:
-    """The longest length that divides the batch (or the validation), halved until it fits.
+    """A length that divides the batch, or the validation, halved until it fits.
 
     room: bytes that are left beside the parameters.
     """
     length = getattr(hp, name)
     if name == "sequence_tokens":
         length = math.gcd(length, hp.batch_tokens // hardware.world_size)
-    if name == "val_sequence_tokens" or not hp.val_sequence_tokens:
+    if name == hp.val_length:
         length = math.gcd(length, hp.val_tokens, hp.val_start)
     if length % BLOCK:
         return getattr(hp, name)  # check_sequences says what does not divide
@@ -2713,12 +2755,6 @@ def fitting_length(hp: Hyperparameters, hardware: Hardware, name: str, room: flo
     while length * per_token > room and can_be_halved(hp, length):
         length //= 2
     return length
-
-
-def can_be_halved(hp: Hyperparameters, length: int) -> bool:
-    """Whether half of a sequence is whole blocks and segments."""
-    shortest = math.lcm(BLOCK, hp.segment_tokens or 1)
-    return length > 0 and length % (2 * shortest) == 0
 
 
 def less_memory(hp: Hyperparameters) -> str:
@@ -2755,13 +2791,13 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
                             "capability 8.9 (AMD: 9.5) or more; give --fp8_head=false "
                             "(on resume with --resume_anyway)")
     memory = available_bytes(hardware)
-    room = memory - parameter_bytes(hp, hardware)
+    parameters = parameter_bytes(hp, hardware)
     for name in SEQUENCE_LENGTHS:
         if name in may_change and getattr(hp, name):
-            length = fitting_length(hp, hardware, name, room)
+            length = fitting_length(hp, hardware, name, room=memory - parameters)
             if length != getattr(hp, name):
                 change(name, length, "to divide the batch or the validation, and to fit the memory")
-    needed = memory_needed(hp, hardware)
+    needed = parameters + sequence_bytes(hp, hardware)
     if needed > memory:
         notes.append(f"warning: a step needs about {needed / 2**30:.1f} GiB and there are "
                      f"{memory / 2**30:.1f}; {less_memory(hp)}")
@@ -2790,8 +2826,7 @@ def warm_up(trainer: Trainer) -> None:
     trainer.load_state_dict(saved)
     trainer.unread.clear()
     trainer.diverged.zero_()
-    barrier = torch.zeros(1, dtype=torch.int64, device=hardware.device)
-    all_reduce_sum(barrier, hardware)
+    all_reduce_sum(torch.zeros(1, dtype=torch.int64), hardware)  # a barrier
     set_timeout(hardware, hp.timeout)
     gc.collect()
     gc.freeze()  # excludes the compiler's objects from later collections
@@ -2827,27 +2862,27 @@ def open_train(hp: Hyperparameters, hardware: Hardware) -> Loader:
                     vocab_size=hp.vocab_size, epochs=hp.epochs, seed=hp.seed,
                     document_token=hp.document_token, align_documents=hp.align_documents,
                     batches_needed=hp.num_steps, share=share)
-    remedy = "lower --batch_tokens or --sequence_tokens"  # where there is no whole batch
+    remedy = "lower --batch_tokens or --sequence_tokens"  # if there is no whole batch
     if 0 < len(loader) < hp.num_steps:
         epochs = math.ceil(hp.num_steps / (len(loader) // hp.epochs))
         remedy = f"repeat them with --epochs={epochs}, or lower it to --num_steps={len(loader)}"
         # measured, including what align_documents skips
         tokens_per_batch = sum(shard.num_tokens for shard in loader.shards) // len(loader)
-        source, _, count = missing_data(hp, tokens_per_batch).partition(" ")
-        if source:
-            remedy = f"fetch the rest with: python data/{source}.py {count}, or {remedy}"
+        missing = missing_data(hp, tokens_per_batch).split()  # a script of data/, its argument
+        if missing:
+            command = " ".join([f"python data/{missing[0]}.py", *missing[1:]])
+            remedy = f"fetch the rest with: {command}, or {remedy}"
     check_budget(loader, f"--num_steps={hp.num_steps}", hp.num_steps, remedy)
     return loader
 
 
 def open_val(hp: Hyperparameters, hardware: Hardware) -> Loader:
     """The validation loader: a batch is one sequence, and the ranks take turns."""
-    tokens = hp.val_sequence_tokens or hp.sequence_tokens
+    tokens = getattr(hp, hp.val_length)
     loader = Loader(hp.val_files, tokens, tokens, device=hardware.device, vocab_size=hp.vocab_size)
     needed = (hp.val_start + hp.val_tokens) // tokens
     possible = len(loader) * tokens - hp.val_start
-    name = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
-    remedy = f"lower --val_start or --{name}"
+    remedy = f"lower --val_start or --{hp.val_length}"
     if possible > 0:
         remedy = f"lower it to --val_tokens={possible}"
     check_budget(loader, f"--val_tokens={hp.val_tokens}", needed, remedy)
@@ -2958,8 +2993,8 @@ ALIGNED_2025_07_13 = WINDOWS_2025_01_16 | dict(
     norm_eps=2.0**-23, logit_scale=0.0, sum_loss=True, head_rate=0.22, adam_eps_first=True,
     fp8_x_scale=0.0, fp8_weight_scale=448 / 24, fp8_grad_scale=448.0, tune_kernels=False)
 
-# h100: the defaults, which --preset=laptop --preset=h100 restores
-H100 = {name: getattr(Hyperparameters, name) for name in ALIGNED_2025_07_13}
+# h100: the defaults, of all that another preset sets
+H100 = {name: getattr(Hyperparameters, name) for name in ALIGNED_2025_07_13 | LAPTOP}
 
 PRESETS = {"h100": H100, "laptop": LAPTOP,
            "2024-11-19": FLEX_2024_11_19, "2024-12-04": VALUES_2024_12_04,
@@ -3040,23 +3075,25 @@ def parse_options(arguments: list[str]) -> dict:
     return values
 
 
+def uses_gpus(device: str) -> bool:
+    return device in ("auto", "cuda") and torch.cuda.is_available()
+
+
 def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
     """Defaults or the values of a checkpoint, then presets, then the options; the later win."""
     hp = Hyperparameters()
     if checkpoint:
-        hp = replace(checkpoint["hyperparameters"])
+        hp = replace(checkpoint["hyperparameters"])  # a copy: prepare_run compares with it
         hp.origins |= checkpoint["origins"]
     preset = options.get("preset", hp.preset)
     if preset == "auto":
-        device = options.get("device", hp.device)
-        on_gpus = device in ("auto", "cuda") and torch.cuda.is_available()
-        preset = "h100" if on_gpus else "laptop"
+        preset = "h100" if uses_gpus(options.get("device", hp.device)) else "laptop"
     if not checkpoint or preset != hp.preset:  # a checkpoint has the values of its preset
         names = preset.split("+")
         for name in names:
             if name not in PRESETS:
                 raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
-        if "laptop" in names:  # first the part that a dated preset may replace
+        if "laptop" in names:  # first, so that a dated preset replaces it
             hp.update(LAPTOP_DESIGN, "preset laptop")
         for name in names:
             hp.update(PRESETS[name], "default" if name == "h100" else f"preset {name}")
@@ -3081,7 +3118,7 @@ def prepare_run(options: dict) -> tuple[Hyperparameters, Run]:
     """
     given = Hyperparameters()   # only to find the run
     given.update(options, "command line")
-    if given.checkpoint or (given.show and not given.resume):
+    if given.checkpoint or (given.show and not given.resume):  # neither continues nor makes a run
         return resolve(options), Run(Path())
     run = find_run(given)
     hp = resolve(options, run.checkpoint)
@@ -3106,7 +3143,9 @@ def require(hp: Hyperparameters, holds, name: str, expected: str) -> None:
 
 def require_multiple(hp: Hyperparameters, name: str, unit: int, of_what: str) -> None:
     value = getattr(hp, name)
-    nearest = max(round(value / unit), 1) * unit
+    nearest = round(value / unit) * unit
+    if name != "val_start":
+        nearest = max(nearest, unit)
     require(hp, value % unit == 0, name, f"a multiple of {of_what}; the nearest is {nearest}")
 
 
@@ -3166,7 +3205,7 @@ def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
                     world_size: int = 1) -> None:
     """Check the named lengths against the batch, its segments and the validation.
 
-    First those that the user gave (resolve), then all, as fit_to_hardware left them (main).
+    resolve calls it for the lengths that the user gave, and main for all, after fit_to_hardware.
     """
     for name in names:
         require_multiple(hp, name, BLOCK, f"the mask's block of {BLOCK}")
@@ -3178,21 +3217,18 @@ def check_sequences(hp: Hyperparameters, names: tuple = SEQUENCE_LENGTHS,
         require(hp, sequence % (hp.segment_tokens or 1) == 0, "segment_tokens",
                 f"a divisor of sequence_tokens={sequence}, such as {math.gcd(sequence, 512)}")
     else:
-        require_multiple(hp, "batch_tokens", BLOCK, f"{BLOCK}")
-    val_name = "val_sequence_tokens" if hp.val_sequence_tokens else "sequence_tokens"
-    if val_name in names:
-        unit = getattr(hp, val_name)
+        require_multiple(hp, "batch_tokens", BLOCK, str(BLOCK))
+    if hp.val_length in names:
+        unit = getattr(hp, hp.val_length)
         for name in ("val_tokens", "val_start"):
-            require_multiple(hp, name, unit, f"{val_name}={unit}")
+            require_multiple(hp, name, unit, f"{hp.val_length}={unit}")
 
 
 def show(hp: Hyperparameters) -> None:
     """Every value with its origin, and what run.sh needs to know."""
     for name, value in asdict(hp).items():
         print(f"{name}={value}\t# {hp.origins[name]}")
-    gpus = 0
-    if hp.device in ("auto", "cuda") and torch.cuda.is_available():  # not with an old driver
-        gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if uses_gpus(hp.device) else 0
     print(f"gpus={gpus}\t# that this PyTorch can use for the run")
     print(f"fetch={missing_data(hp)}\t# what run.sh fetches first")
 
@@ -3200,8 +3236,8 @@ def show(hp: Hyperparameters) -> None:
 def print_error(error: UserError | str) -> int:
     """Print the error as one line, and return the exit code.
 
-    Most errors are the same on all ranks: rank 0 of a machine prints, the others wait until
-    torchrun stops them.
+    Most errors are the same on all ranks: the first of a machine prints, and the others wait for
+    some seconds, in which torchrun stops them.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)

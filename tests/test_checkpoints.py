@@ -62,6 +62,15 @@ def test_resume_continues_bit_for_bit_with_nothing_retyped(whole, cut, capsys):
     assert f"command: {' '.join(sys.argv)}\n" in lines and "source_sha256: " in lines
 
 
+def test_a_log_that_was_deleted_starts_anew_with_the_source(whole, cut):
+    folder = cut(4)
+    (folder / "log.txt").unlink()
+    assert train_gpt.main([f"--resume={folder}"]) == 0
+    result = Result(folder)
+    assert result.log.startswith('"""Train a GPT')
+    assert result.steps == whole.steps[-4:]
+
+
 def test_a_run_resumes_on_one_rank_two_three_and_one(data, whole, cut):
     source = whole.folder
     for ranks, step in ((2, 2), (3, 4), (1, 5)):

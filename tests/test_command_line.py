@@ -174,6 +174,11 @@ def test_a_dated_preset_at_laptop_size_keeps_its_architecture(preset):
     assert len(table_of_layer(hp)) == hp.num_layers == LAPTOP["num_layers"]
 
 
+def test_h100_replaces_all_of_an_earlier_preset():
+    hp = parse_command_line(["--preset=laptop", "--preset=h100"])
+    assert dataclasses.replace(hp, preset="h100") == parse_command_line(["--preset=h100"])
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_explicit_values_win_wherever_they_stand(order):
     arguments = ["--num_steps=9", "--preset=laptop", "--softcap=4", "--preset=2024-12-10"]
@@ -464,6 +469,11 @@ def test_a_refusal_names_the_option_and_what_is_expected(argument, expected):
         parse_command_line([*SHAPE, f"--{name}={advice[1]}"])
 
 
+def test_the_nearest_start_of_validation_may_be_the_first_token():
+    with pytest.raises(UserError, match="^--val_start=100: .*; the nearest is 0$"):
+        parse_command_line([*SHAPE, "--val_sequence_tokens=1024", "--val_start=100"])
+
+
 def test_validation_is_cut_into_its_own_sequences():
     assert parse_command_line([*SHAPE, "--val_sequence_tokens=1024"]).val_sequence_tokens == 1024
     expected = "--val_tokens=4096: expected a multiple of val_sequence_tokens=640; the nearest is"
@@ -540,6 +550,12 @@ def test_help_lists_every_field_with_its_value_here_and_its_meaning(capsys, monk
             assert len(meaning.split()) >= 2, f"{name} has no meaning"
         for preset in PRESETS:
             assert preset in text.replace("\n", " ").rpartition("Presets")[2]
+
+
+def test_help_has_the_values_of_the_other_options(capsys):
+    assert train_gpt.main(["--preset=2024-12-10", "--num_steps=77", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"--num_steps 77 ", out) and re.search(r"--value_layout mirrored ", out)
 
 
 def test_help_on_a_cpu_has_the_values_of_the_laptop(capsys, monkeypatch):

@@ -359,6 +359,13 @@ def test_the_command_that_fetches_the_rest_is_named(no_data_here):
         open_data(hp, Hardware())
 
 
+def test_a_script_without_a_number_is_named_as_it_is_typed(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt, "missing_data", lambda hp, tokens: "enwik8")
+    hp = parse_command_line([*TINY, *make_data(tmp_path), "--num_steps=99"])
+    with pytest.raises(UserError, match="fetch the rest with: python data/enwik8.py, or repeat"):
+        open_data(hp, Hardware())
+
+
 def test_the_rest_is_counted_by_what_aligned_sequences_skip(no_data_here):
     """Documents of 500 tokens, sequences of 256: nearly half of the tokens is skipped."""
     folder = no_data_here / "data/fineweb10B"

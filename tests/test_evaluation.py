@@ -193,6 +193,7 @@ def test_a_vocabulary_other_than_bytes_is_gpt2s(monkeypatch):
         monkeypatch.setattr(vocabulary, "gpt2_codec", lambda: ("encode", "decode"))
     assert train_gpt.text_codec(hyperparameters("--vocab_size=258")) == ("encode", "decode")
     encode, decode = train_gpt.text_codec(hyperparameters(*BYTES))
+    assert encode("é\udcff") == [0xC3, 0xA9, 0xFF], "as a command line with the byte 255 arrives"
     assert decode(encode("Größe")) == "Größe"
 
 

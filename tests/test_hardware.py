@@ -1,7 +1,6 @@
 """What follows from the hardware: types, attention, compiling, tiles, and which sequence fits."""
 import os
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,8 @@ from train_gpt import (
     UserError,
     find_hardware,
     fit_to_hardware,
-    memory_needed,
+    parameter_bytes,
+    sequence_bytes,
     parse_command_line,
     start_triton,
 )
@@ -69,11 +69,6 @@ def fitted(*arguments: str) -> tuple[train_gpt.Hyperparameters, str]:
     hp = parse_command_line(list(arguments))
     notes = fit_to_hardware(hp, find_hardware(hp))
     return hp, "".join(note for note in notes if note.startswith("warning"))
-
-
-def parameter_memory(hp: train_gpt.Hyperparameters, hardware: Hardware) -> float:
-    """Without a token: parameters, gradients and optimizers."""
-    return memory_needed(replace(hp, sequence_tokens=0, val_sequence_tokens=0), hardware)
 
 
 # ---- the length of a sequence ----
@@ -136,7 +131,7 @@ def test_fp8_keeps_the_gradient_of_the_logits_twice(cards):
         hp = train_gpt.parse_command_line(["--preset=h100", f"--fp8_head={fp8}",
                                            "--val_sequence_tokens=0"])
         hardware = find_hardware(hp)
-        activations = memory_needed(hp, hardware) - parameter_memory(hp, hardware)
+        activations = sequence_bytes(hp, hardware)
         per_token[fp8] = activations / hp.sequence_tokens
     assert per_token["true"] - per_token["false"] == 2 * 50304
 
@@ -244,7 +239,8 @@ def test_what_fits_at_no_length_is_tried_at_the_shortest_with_a_warning(cards):
 
 def test_the_warning_is_in_the_log_and_the_run_goes_on(data, capsys, monkeypatch, host_memory):
     host_memory(1)
-    monkeypatch.setattr(train_gpt, "memory_needed", lambda hp, hardware: hp.sequence_tokens
+    monkeypatch.setattr(train_gpt, "parameter_bytes", lambda hp, hardware: 0)
+    monkeypatch.setattr(train_gpt, "sequence_bytes", lambda hp, hardware: hp.sequence_tokens
                         * GIB / 128)
     assert train_gpt.main([*TINY, *data, "--run_id=warned"]) == 0
     sentence = ("warning: a step needs about 2.0 GiB and there are 1.0; give "
@@ -331,7 +327,7 @@ def test_the_memory_of_weights_and_optimizers_is_that_of_the_model(preset, dtype
         hardware = Hardware(world_size=world_size, dtype=dtype)
         expected = 5 * (groups["embed"] + groups["head"] + groups["scalar"])
         expected += (3 + 1 / world_size) * groups["muon"] + 14 * hp.ngram_tokens
-        assert parameter_memory(hp, hardware) == pytest.approx(expected, rel=1e-9)
+        assert parameter_bytes(hp, hardware) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("preset", DATED)
@@ -340,8 +336,8 @@ def test_embeddings_in_float32_take_as_many_bytes_as_they_have(preset):
     with torch.device("meta"):
         model = train_gpt.GPT(hp, Hardware(dtype=BF16))
     embeddings = bytes_of([model.embed.weight, *model.value_embeds.parameters()])
-    more = parameter_memory(hp, Hardware(dtype=BF16))
-    less = parameter_memory(hyperparameters(preset), Hardware(dtype=BF16))
+    more = parameter_bytes(hp, Hardware(dtype=BF16))
+    less = parameter_bytes(hyperparameters(preset), Hardware(dtype=BF16))
     assert more - less == 5 * embeddings / 2
 
 
@@ -365,7 +361,7 @@ def test_activations_are_more_than_what_the_backward_pass_keeps(tiny, dtype):
     assert loss.isfinite()
     saved = sum(size for pointer, size in kept.items() if pointer not in own)
     hardware = Hardware(dtype=dtype)
-    activations = memory_needed(hp, hardware) - parameter_memory(hp, hardware)
+    activations = sequence_bytes(hp, hardware)
     assert 0.5 * saved < activations < 4 * saved
 
 
@@ -537,3 +533,12 @@ def test_out_of_memory_before_the_hyperparameters_are_known(monkeypatch, capsys)
     monkeypatch.setattr(train_gpt, "find_run", fail)
     assert train_gpt.main(["--preset=laptop"]) == 2
     assert capsys.readouterr().err.startswith("error: out of memory; close other programs")
+
+
+@pytest.mark.parametrize("compiler, there", [("c++-of-mine", True), ("c++-of-mine", False)])
+def test_the_compiler_that_is_looked_for_is_the_one_inductor_calls(monkeypatch, compiler, there):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(train_gpt.shutil, "which", lambda name: there and name == compiler)
+    hp = parse_command_line(["--preset=h100", "--device=cpu", "--compile=auto"])
+    expected = "" if there else f"there is no C++ compiler ({compiler}) here"
+    assert find_hardware(hp).why_not_compiled == expected

@@ -44,8 +44,8 @@ def free_bytes(hardware: Hardware) -> tuple[int | None, str]:
 
 
 def check_memory(hp: Hyperparameters, hardware: Hardware) -> str:
-    needed = train_gpt.memory_needed(hp, hardware)
     parameters = train_gpt.parameter_bytes(hp, hardware)
+    needed = parameters + train_gpt.sequence_bytes(hp, hardware)
     free, name = free_bytes(hardware)
     if free is None:
         return f"about {needed / GIB:.1f} GiB needed; this system does not say how much is free"
@@ -68,7 +68,7 @@ def longest_sequences(hp: Hyperparameters, hardware: Hardware) -> str:
         room = memory - train_gpt.parameter_bytes(hp, gpu)
         for name in train_gpt.SEQUENCE_LENGTHS:
             setattr(fitted, name, train_gpt.fitting_length(fitted, gpu, name, room))
-        fits = train_gpt.memory_needed(fitted, gpu) <= memory
+        fits = train_gpt.sequence_bytes(fitted, gpu) <= room
         found.append(f"{size} GB: {fitted.sequence_tokens:,}" if fits else f"{size} GB: none")
     return f"tokens per sequence on GPUs of {', '.join(found)}"
 

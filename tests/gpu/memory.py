@@ -1,4 +1,4 @@
-"""Trace steps and a validation as a GPU would allocate them; compare with train_gpt.memory_needed.
+"""Trace steps and a validation as a GPU would allocate them; compare with train_gpt's estimate.
 
     python fake_gpu.py --card=H100 --depth=wrapper memory.py [--name=value …]
 

@@ -3,7 +3,6 @@
 Import it only in a script that fake_gpu.py runs: train_gpt.py imports Dynamo, which has to see the
 mocks.
 """
-import dataclasses
 
 import fake_gpu
 import torch
@@ -59,6 +58,5 @@ def window_changes(trainer: train_gpt.Trainer) -> list[int]:
 
 def estimated_memory(trainer: train_gpt.Trainer) -> tuple[float, float]:
     """(bytes of parameters, gradients and optimizers; bytes in all), as the trainer estimates."""
-    no_tokens = dataclasses.replace(trainer.hp, sequence_tokens=0, val_sequence_tokens=0)
-    return (train_gpt.memory_needed(no_tokens, trainer.hardware),
-            train_gpt.memory_needed(trainer.hp, trainer.hardware))
+    parameters = train_gpt.parameter_bytes(trainer.hp, trainer.hardware)
+    return parameters, parameters + train_gpt.sequence_bytes(trainer.hp, trainer.hardware)
