@@ -397,14 +397,14 @@ class Loader:
         for shard in self.shards:
             if len(self.batches) >= batches_needed:
                 break
-            if shard in self.starts:  # in a later epoch
-                pass
-            elif align_documents:
-                self.starts[shard] = aligned_starts(shard, batch_tokens // sequence_tokens,
-                                                    sequence_tokens, document_token)
-            else:
-                self.starts[shard] = lane_starts(shard, self.num_lanes, batch_tokens,
-                                                 self.segment_tokens, share)
+            if shard not in self.starts:  # else it is a later epoch
+                if align_documents:
+                    starts = aligned_starts(shard, batch_tokens // sequence_tokens,
+                                            sequence_tokens, document_token)
+                else:
+                    starts = lane_starts(shard, self.num_lanes, batch_tokens, self.segment_tokens,
+                                         share)
+                self.starts[shard] = starts
             self.batches += [(shard, index) for index in range(len(self.starts[shard]))]
         self.index = 0              # of the next batch: all that a checkpoint needs
         self.prefetched = {}        # {index: future}: a batch that is read in the background
@@ -1061,7 +1061,7 @@ class Muon(torch.optim.Optimizer):
                                               group["nesterov"], group["steps"], self.dtype)
             handle = None
             if self.world_size > 1:
-                own_updates = updates
+                own_updates = updates.contiguous()  # a compiled stack of one matrix may be a view
                 updates = updates.new_empty(self.world_size * len(own), *updates.shape[1:])
                 handle = dist.all_gather_single(updates, own_updates, async_op=True)
             started.append((group, updates, handle))

@@ -368,8 +368,9 @@ def watch(trainer: train_gpt.Trainer) -> None:
     watch_calls()
     mark_phase(torch.Tensor, "backward", "backward", then="check")
     mark_phase(trainer, "ddp_model", "forward")
-    for optimizer in (trainer.adam, trainer.muon):
-        mark_phase(optimizer, "step", type(optimizer).__name__)
+    mark_phase(trainer.adam, "step", "Adam")
+    mark_phase(trainer.muon, "start_updates", "Muon")
+    mark_phase(trainer.muon, "finish_updates", "Muon")
 
 
 def totals() -> dict:
