@@ -124,7 +124,7 @@ class Hyperparameters:
     batch_tokens: int = 8 * 48 * 1024   # tokens per step over all ranks, whatever the world size
     sequence_tokens: int = 48 * 1024    # tokens per forward pass; reduced where memory is short
     segment_tokens: int = 0             # tokens per piece of a batch (see Loader); 0: one piece
-    align_documents: bool = True        # every sequence starts at a document (aligned_starts)
+    align_documents: bool = True        # training sequences start at a document (aligned_starts)
     epochs: int = 1                     # passes over the shards; above 1: in shuffled order
     val_every: int = 125                # steps between validations; 0: only at the end
     val_tokens: int = 10_485_760        # tokens to validate on, always the same
@@ -151,9 +151,9 @@ class Hyperparameters:
     ngram_order: int = 0                # tokens in the longest context that is counted; 0: none
     ngram_tokens: int = 0               # tokens to count, of those that no batch of the run reads
     ngram_share: float = 0.0            # part of every shard that is kept for counting n-grams
-    copy_lengths: tuple = ()            # suggest what followed the latest match of n tokens
+    copy_lengths: tuple = ()            # suggest what followed the last n tokens before
     # attention window, growing linearly over the run
-    window_unit: str = "block"          # block (128 tokens), token (64), token_in_block: both
+    window_unit: str = "block"          # block (128 tokens), token (64), token_in_block: both apply
     window_start: int = 0               # tokens, at step 0
     window_end: int = 1728              # tokens, at the end of the last step
     window_rounding: str = "up"         # to whole units: down, up
@@ -237,9 +237,9 @@ class Hyperparameters:
 
 FIELDS = {each.name: each.type for each in fields(Hyperparameters)}
 
-# The laptop run, as differences from the defaults above; edit it here. LAPTOP has its data, budget
-# and size: --preset=2024-12-10+laptop applies only these to a dated system. Of the sizes tried on
-# two cores it reaches the lowest loss in the same time; records/NEGATIVE.md has the others.
+# The laptop run, as differences from the defaults above; edit it here. LAPTOP has what depends on
+# data, budget and size: --preset=2024-12-10+laptop applies only this to a dated system. Of the
+# sizes tried on two cores it reaches the lowest loss in the same time (records/NEGATIVE.md).
 LAPTOP = dict(
     train_files="data/enwik8/enwik8_train_*.bin", val_files="data/enwik8/enwik8_val_*.bin",
     vocab_size=257, vocab_multiple=1, document_token=256,       # bytes, and the document token
@@ -408,7 +408,7 @@ class Loader:
             self.batches += [(shard, index) for index in range(len(self.starts[shard]))]
         self.index = 0              # of the next batch: all that a checkpoint needs
         self.prefetched = {}        # {index: future}: a batch that is read in the background
-        # the current CUDA device is a thread's own: pinning memory would open a context on GPU 0
+        # a new thread's CUDA device is GPU 0, where pinning memory would create a context
         initializer = torch.cuda.set_device if self.device.type == "cuda" else None
         self.reader = ThreadPoolExecutor(1, "loader", initializer, (self.device,))
 
@@ -479,9 +479,9 @@ def aligned_starts(shard: Shard, num_sequences: int, sequence_tokens: int,
                    document_token: int) -> np.ndarray:
     """Where the sequences of each batch start: [batches, sequences]. All start at a document.
 
-    The last document of a sequence is cut; the next sequence starts at the first document after it.
-    As in the system of 2025-07-13, a batch has twice its tokens to find its sequences in, and the
-    shard ends where fewer are left.
+    A sequence may end within a document; the next one starts at the first document after it. As in
+    the system of 2025-07-13, a batch must find its sequences within twice its tokens, and what is
+    left of a shard is not used if it is shorter.
     """
     documents = np.flatnonzero(shard.tokens(0, shard.num_tokens) == document_token)
     shard.release_pages()
@@ -607,7 +607,7 @@ def flex_block_mask(documents: Tensor, window: Tensor) -> BlockMask:
     min_distance = (distance - 1) * BLOCK + 1
     max_distance = (distance + 1) * BLOCK - 1
     in_window = (distance >= 0) & (distance < window_blocks)
-    # some query sees some key: document ids never decrease, so it is enough that they overlap
+    # some query sees some key: they share a document, since document ids never decrease
     visible = in_window & (min_distance < window_tokens)
     visible = visible & (first_document[:, None] <= last_document)
     # every query sees every key: an earlier block, of one document from first key to last query
@@ -864,7 +864,7 @@ class GPT(nn.Module):
             self.double()
 
     def forward(self, inputs: Tensor, targets: Tensor | None, window: Tensor) -> Tensor:
-        """Mean loss, or logits where there are no targets. window: int32 (tokens, blocks)."""
+        """Mean loss of the tokens, or logits without targets. window: of window_tensor."""
         assert inputs.ndim == 1 and inputs.size(0) % BLOCK == 0, "one sequence of whole blocks"
         hp = self.hp
         num_encoder_layers = hp.num_layers // 2
@@ -877,7 +877,7 @@ class GPT(nn.Module):
                                     self.band_blocks)
         x = self.embed(inputs).to(self.dtype)
         if self.suggestions is not None:
-            # n-grams' probabilities and copied tokens: here and for the logits
+            # the n-grams' probabilities and the copies are added here and to the logits
             x, probs, copies = self.suggestions.add_to_embedding(x, inputs, documents)
         x0 = norm(x, hp.norm_eps)
         x = x0
@@ -976,7 +976,7 @@ def apply_updates(params: list[Tensor], updates: Tensor, rate: Tensor, decay: fl
 
     There may be more updates than parameters, the padding of Muon.own_params: zip drops it.
     """
-    if found_inf is not None:
+    if found_inf is not None:  # above 0 where a loss or a gradient is not finite: skip the update
         updates = torch.where(found_inf > 0, 0.0, updates)  # 0 · NaN would be NaN
         rate = torch.where(found_inf > 0, 0.0, rate)        # for the weight decay
     # by shape: Inductor fuses _foreach_addcmul_ only if all tensors have the same factor
@@ -1078,9 +1078,9 @@ class Muon(torch.optim.Optimizer):
                                self.found_inf)
 
     def as_tensor(self, value: float, p: Tensor) -> Tensor:
-        """A number that may change in every step: as a Python number it would be compiled in.
+        """A scalar tensor: a compiled function would specialize on a Python number.
 
-        Compiled functions take it from the host, without a copy to the GPU.
+        When compiled it stays on the host, which takes no copy to the GPU.
         """
         return torch.tensor(value, dtype=p.dtype, device=None if self.compiled else p.device)
 
@@ -1137,9 +1137,9 @@ def set_schedules(hp: Hyperparameters, step: int, adam: torch.optim.Adam, muon: 
         group["momentum"] = momentum_at(hp, step)
 
 
-def set_window(hp: Hyperparameters, step: int, window: Tensor) -> None:
-    """Set the attention window of a step: a tensor, so that a change recompiles nothing."""
-    window.copy_(torch.tensor(window_at(hp, step), dtype=torch.int32), non_blocking=True)
+def window_tensor(hp: Hyperparameters, step: int) -> Tensor:
+    """window_at as a tensor, so that a change recompiles nothing."""
+    return torch.tensor(window_at(hp, step), dtype=torch.int32)
 
 
 # ── which parameter goes where ────────────────────────────────────────────────────────────────────
@@ -1173,7 +1173,7 @@ def optimizer_groups(model: GPT) -> dict[str, dict[str, Tensor]]:
 
 def build_optimizers(hp: Hyperparameters, model: GPT,
                      hardware: Hardware) -> tuple[torch.optim.Adam, Muon]:
-    """Adam and Muon. set_schedules sets lr and Adam's eps in each step; base_lr is lr before it."""
+    """Adam and Muon. set_schedules sets lr, eps and momentum in each step, lr from base_lr."""
     groups = optimizer_groups(model)
     rates = base_rates(hp)
     adam_groups = [dict(params=list(groups[kind].values()), base_lr=rates[kind])
@@ -1230,6 +1230,13 @@ class Clock:
         return ms
 
 
+class QueuedStep(NamedTuple):
+    """A step whose metrics the host has not read yet."""
+    step: int
+    metrics: Tensor                     # of Trainer.sum_metrics, on the host
+    copied: torch.cuda.Event | None     # recorded after the copy; None: nothing was copied
+
+
 class Trainer:
     """The state of a training run, and one step of it."""
 
@@ -1251,23 +1258,23 @@ class Trainer:
         self.stop_requested = False     # by a signal to this rank
         self.stopping = False           # all ranks learn it in the same step
         self.diverged = torch.zeros((), dtype=torch.bool, device=hardware.device)
-        self.unread = collections.deque()   # metrics of steps that the host has not read yet
+        self.unread = collections.deque()   # a QueuedStep for each step that read_losses has left
 
     def step(self, batch: list[tuple[Tensor, Tensor]], step: int) -> None:
-        """One optimizer step; `step` counts from 0. read_losses (section 12) reads its loss later.
+        """One optimizer step; `step` counts from 0. read_losses reads its loss later.
 
         Once a loss or a gradient is not finite, no step changes a weight, and read_losses raises.
         """
         set_schedules(self.hp, step, self.adam, self.muon)
-        set_window(self.hp, step, self.window)
+        self.window.copy_(window_tensor(self.hp, step), non_blocking=True)
         mean_loss = self.accumulate_gradients(batch)
         reductions = self.reduce_embeddings()       # meanwhile Newton–Schulz computes
         muon_updates = self.muon.start_updates()    # their all-gathers run while Adam computes
         for work in reductions:
             work.wait()
         metrics = self.sum_metrics(mean_loss)
-        queue_metrics(self, step, metrics)  # for the host: section 12
-        self.diverged |= (0 * metrics.sum()).isnan()    # 0 · ∞ is NaN, as is 0 · NaN
+        self.queue_metrics(step, metrics)
+        self.diverged |= (0 * metrics.sum()).isnan()    # if any is not finite: 0 · ∞ is NaN
         found_inf = self.diverged.float()
         self.adam.found_inf = found_inf  # at 1 fused Adam changes nothing
         self.muon.found_inf = found_inf
@@ -1284,7 +1291,7 @@ class Trainer:
             with context:
                 loss = self.ddp_model(inputs, targets, self.window) / len(batch)
                 mean_loss += loss.detach()
-                if self.hp.sum_loss:  # over a sequence's tokens; still a mean over sequences
+                if self.hp.sum_loss:  # over a sequence's tokens; a mean over micro-steps and ranks
                     loss = loss * self.hp.sequence_tokens
                 loss.backward()
         return mean_loss
@@ -1297,8 +1304,9 @@ class Trainer:
                 for name, p in self.model.named_parameters() if is_embedding(name)]
 
     def sum_metrics(self, mean_loss: Tensor) -> Tensor:
-        """[loss, requests to stop, largest gradient norm, index of its parameter], each summed over
-        the ranks. The last two are the same on all ranks, and read_losses divides by world_size.
+        """Sums over the ranks of [loss, requests to stop, largest gradient norm, its parameter].
+
+        The gradients are averaged by now, so the last two are the same on all ranks.
         """
         norms = torch.stack(torch._foreach_norm([p.grad for p in self.model.parameters()]))
         largest_norm, largest = norms.max(dim=0)  # NaN counts as the largest
@@ -1308,6 +1316,45 @@ class Trainer:
         if self.hardware.world_size > 1:
             dist.all_reduce(metrics)  # on CUDA the host does not wait for it
         return metrics
+
+    def queue_metrics(self, step: int, metrics: Tensor) -> None:
+        """Start to copy the metrics of a step to the host, for read_losses."""
+        copied = None
+        if self.hardware.device.type == "cuda":
+            on_device = metrics
+            metrics = torch.empty_like(on_device, device="cpu", pin_memory=True)
+            metrics.copy_(on_device, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self.unread.append(QueuedStep(step, metrics, copied))
+
+    def read_losses(self, keep: int = 0) -> dict[int, float]:
+        """Read all queued steps but the last `keep`; all of them once a rank asks to stop.
+
+        Returns {steps done: mean loss}.
+        """
+        world_size = self.hardware.world_size
+        losses = {}
+        while len(self.unread) > keep:
+            queued = self.unread.popleft()
+            if queued.copied:
+                wait_until(queued.copied.query, self.hardware)  # section 12
+            loss_sum, stops, norm_sum, index_sum = queued.metrics.tolist()
+            loss = loss_sum / world_size
+            steps_done = queued.step + 1
+            if not math.isfinite(loss + norm_sum):
+                reason = "all gradients are finite"
+                if not math.isfinite(norm_sum):
+                    names = [name for name, _ in self.model.named_parameters()]
+                    name = names[round(index_sum / world_size)]
+                    reason = f"gradient of {name} is not finite"
+                raise not_finite_error(self, steps_done, f"the loss of step {steps_done} is {loss}",
+                                       reason)
+            losses[steps_done] = loss
+            if stops > 0:
+                self.stopping = True
+                keep = 0
+        return losses
 
     def state_dict(self) -> dict:
         """All that the rest of the training depends on. A collective: Muon gathers its momentum."""
@@ -1365,7 +1412,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
             save_due = hp.save_every > 0 and (last_step or step % hp.save_every == 0)
             # on CUDA the host reads a loss while the GPU computes the next step
             read_all = val_due or save_due or hardware.device.type != "cuda"
-            losses = read_losses(trainer, keep=0 if read_all else 1)
+            losses = trainer.read_losses(keep=0 if read_all else 1)
             log.train_losses(trainer, losses)
             if last_step and hp.save_model:
                 save_model(trainer, saver)
@@ -1619,7 +1666,7 @@ class Saver:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
             if keep:
-                # those of later steps are damaged, and were skipped on resume: not counted
+                # those of later steps are damaged, or resume would have used them: not counted
                 good = [each for each in checkpoints(self.folder) if step_of(each) <= step_of(path)]
                 for old in good[:-keep]:
                     old.unlink(missing_ok=True)
@@ -1714,7 +1761,12 @@ def restore(trainer: Trainer, checkpoint: dict) -> int:
 
 
 def find_run(hp: Hyperparameters) -> Run:
-    """The folder of the run and the checkpoint to resume from, by hp.resume and hp.run_id."""
+    """The folder of the run and the checkpoint to resume from.
+
+    By hp.resume: auto takes the newest checkpoint, if there is one; a folder its newest checkpoint;
+    a file starts a new run from it; empty starts a new run. Ranks that torchrun restarted take the
+    newest checkpoint in the run's folder.
+    """
     logs = Path(hp.log_dir)
     new_id = f"{datetime.datetime.now():%Y-%m-%d_%H%M%S}_{uuid.uuid4().hex[:8]}"
     folder = logs / (hp.run_id or new_id)
@@ -1779,7 +1831,7 @@ def load_model(path: str, hardware: Hardware) -> GPT:
             file = saved[-1]
     state = read_checkpoint(file)
     hp = state["hyperparameters"]
-    # the rotary table is as long as the longer of the two, and a file may claim any length
+    # the rotary table has the longer of the two, and a file may claim any length
     hp.sequence_tokens = min(hp.sequence_tokens, 2**16)
     hp.val_sequence_tokens = 0
     model = GPT(hp, replace(hardware, attention="banded"))  # flex must be compiled
@@ -1795,7 +1847,7 @@ def validate(trainer: Trainer, log: Logger, step: int) -> dict | None:
     """Evaluate with the window of this step, and log the result. None if a signal ended it."""
     trainer.clock.switch("val")
     check_ranks_agree(trainer, step)
-    set_window(trainer.hp, step, trainer.window)
+    trainer.window.copy_(window_tensor(trainer.hp, step))
     result = evaluate(trainer)
     trainer.clock.switch("train")
     if result:
@@ -1894,8 +1946,7 @@ def sample(model: GPT, prompt: str, settings: Hyperparameters) -> str:
 
 def last_window(model: GPT) -> Tensor:
     """The window at the end of the training, on the model's device."""
-    tokens_and_blocks = window_at(model.hp, model.hp.num_steps)
-    return torch.tensor(tokens_and_blocks, dtype=torch.int32, device=model.skip_weights.device)
+    return window_tensor(model.hp, model.hp.num_steps).to(model.skip_weights.device)
 
 
 @torch.no_grad()
@@ -1965,7 +2016,8 @@ class NGrams(nn.Module):
     What follows each context of 1 to `order` tokens is counted once, before the first step: seconds
     for a text that the model would read for an hour (count_ngrams). After a context of n tokens,
     P_n(token) = (count − discount) / total + left_over · P_{n−1}(token), down to the unigrams;
-    left_over is what the discounts, and the successors that are not kept, leave of 1.
+    left_over is 1 − the sum of the first terms. forward goes from the longest context down and
+    keeps the product of these factors.
 
     Buffers of the contexts of n tokens:
         contexts_n    each once, sorted, packed into 9 bits a token, the newest in the highest bits
@@ -1994,7 +2046,7 @@ class NGrams(nn.Module):
                 for name in ("contexts", "starts", "successors", "probs")]
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """The tables in a state_dict: load_state_dict refuses buffers of another size."""
+        """What a state_dict has of the tables: load_state_dict refuses buffers of another size."""
         return dict(self.named_buffers())
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
@@ -2005,7 +2057,7 @@ class NGrams(nn.Module):
     def forward(self, inputs: Tensor, documents: Tensor) -> Tensor:
         """The probabilities of every token after each input: [tokens, vocabulary]."""
         mixture = self.unigrams.new_zeros(len(inputs), len(self.unigrams))
-        left_over = mixture.new_ones(len(inputs), 1)  # what all longer contexts leave over
+        left_over = mixture.new_ones(len(inputs), 1)  # the product over all longer contexts
         column = torch.arange(MAX_SUCCESSORS, device=inputs.device)
         # the last `order` tokens of each position, packed, the newest in the highest bits
         context = torch.zeros_like(inputs, dtype=torch.int64)
@@ -2030,7 +2082,7 @@ class NGrams(nn.Module):
 
 def entries_from(start: Tensor, x: Tensor) -> Tensor:
     """MAX_SUCCESSORS entries of x from each start on: [starts, MAX_SUCCESSORS]."""
-    return x.unfold(0, MAX_SUCCESSORS, 1).index_select(0, start)  # whole rows: 3 % of a step
+    return x.unfold(0, MAX_SUCCESSORS, 1).index_select(0, start)
 
 
 def shifted(x: Tensor, back: int, fill: int = 0) -> Tensor:
@@ -2055,7 +2107,7 @@ def last_followers(inputs: Tensor, documents: Tensor, lengths: tuple) -> tuple[T
         if length in lengths:
             in_document = documents == shifted(documents, length - 1, -1)
             keys.append(torch.where(in_document, key & (2**62 - 1), unmatched))
-    # stable: of equal keys the one before is the latest match
+    # stable: equal keys keep the order of the text, so the one before is the latest match
     sorted_keys, order = torch.sort(torch.stack(keys), stable=True)
     repeated = sorted_keys[:, 1:] == sorted_keys[:, :-1]
     earlier = torch.full_like(order, -1)  # where the match ends; −1: there is none
@@ -2175,7 +2227,7 @@ def unused_spans(loader: Loader, num_batches: int, limit: int) -> list[tuple[Sha
 
 
 def read_pairs(spans: list[tuple[Shard, int, int]], order: int) -> np.ndarray:
-    """An integer for each position, 9 bits a token: the context, newest token first | successor."""
+    """An integer for each position, 9 bits a token: context, its newest token first; successor."""
     pairs = np.zeros(sum(length - order for _, _, length in spans), np.int64)
     end = 0
     for shard, start, length in spans:
@@ -2413,56 +2465,6 @@ def silent_ranks_error(error: RuntimeError) -> UserError:
                      "its machine, then resume with --resume=auto")
 
 
-# ── the metrics of a step: on CUDA the host reads them while the GPU computes the next step ───────
-
-class QueuedStep(NamedTuple):
-    """A step whose metrics the host has not read yet."""
-    step: int
-    metrics: Tensor                     # of Trainer.sum_metrics, on the host
-    copied: torch.cuda.Event | None     # recorded after the copy; None: nothing was copied
-
-
-def queue_metrics(trainer: Trainer, step: int, metrics: Tensor) -> None:
-    """Start to copy the metrics of a step to the host, for read_losses."""
-    copied = None
-    if trainer.hardware.device.type == "cuda":
-        on_device = metrics
-        metrics = torch.empty_like(on_device, device="cpu", pin_memory=True)
-        metrics.copy_(on_device, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-    trainer.unread.append(QueuedStep(step, metrics, copied))
-
-
-def read_losses(trainer: Trainer, keep: int = 0) -> dict[int, float]:
-    """Read all queued steps but the last `keep`; all of them once a rank asks to stop.
-
-    Returns {steps done: mean loss}.
-    """
-    world_size = trainer.hardware.world_size
-    losses = {}
-    while len(trainer.unread) > keep:
-        queued = trainer.unread.popleft()
-        if queued.copied:
-            wait_until(queued.copied.query, trainer.hardware)
-        loss_sum, stops, norm_sum, index_sum = queued.metrics.tolist()
-        loss = loss_sum / world_size
-        steps_done = queued.step + 1
-        if not math.isfinite(loss + norm_sum):
-            reason = "all gradients are finite"
-            if not math.isfinite(norm_sum):
-                names = [name for name, _ in trainer.model.named_parameters()]
-                # the index is the same on all ranks
-                reason = f"gradient of {names[round(index_sum / world_size)]} is not finite"
-            raise not_finite_error(trainer, steps_done, f"the loss of step {steps_done} is {loss}",
-                                   reason)
-        losses[steps_done] = loss
-        if stops > 0:
-            trainer.stopping = True
-            keep = 0
-    return losses
-
-
 def not_finite_error(trainer: Trainer, steps_done: int, what: str, fallback: str) -> UserError:
     """Names the first parameter that is not finite, or gives the fallback reason; and the batch."""
     wrong = [name for name, p in trainer.model.named_parameters() if not p.isfinite().all()]
@@ -2632,7 +2634,7 @@ def start_triton() -> None:
 
 
 def head_choices(head_dim: int):
-    """Inductor's heuristics, but sums over a head in one pass: 0.7 ms a step of h100, modelled."""
+    """Inductor's heuristics, but sums over a head in one pass: 0.7 ms of an h100 step, modelled."""
     from torch._inductor.choices import InductorChoices
     usual = InductorChoices.should_use_persistent_reduction
 
@@ -2687,7 +2689,7 @@ def parameter_bytes(hp: Hyperparameters, hardware: Hardware) -> float:
     total += 2 * adam_weights                       # two moments
     total += muon_weights / hardware.world_size     # momentum, shared among the ranks
     if hp.ngram_order:
-        total += 14 * hp.ngram_tokens               # n-grams while they are sorted
+        total += 14 * hp.ngram_tokens               # n-grams while they are sorted, on the host
     return total
 
 
@@ -2769,9 +2771,10 @@ def fit_to_hardware(hp: Hyperparameters, hardware: Hardware, keep: bool = False)
     """Shorten sequences that do not fit, and turn FP8 off where there is none. Returns notes.
 
     Shorter sequences mean more micro-steps of the same number of tokens. Attention does not reach
-    across sequences, and with align_documents more of them start at a document. What the command
-    line sets is not changed. keep (on resume): change nothing but a sequence_tokens that does not
-    divide the batch of a rank.
+    across sequences, and with align_documents more of them start at a document.
+
+    Values of the command line stay. With keep (on resume) all stay, but for a sequence_tokens that
+    does not divide the batch of a rank.
     """
     notes = []
 
@@ -2993,7 +2996,7 @@ ALIGNED_2025_07_13 = WINDOWS_2025_01_16 | dict(
     norm_eps=2.0**-23, logit_scale=0.0, sum_loss=True, head_rate=0.22, adam_eps_first=True,
     fp8_x_scale=0.0, fp8_weight_scale=448 / 24, fp8_grad_scale=448.0, tune_kernels=False)
 
-# h100: the defaults, of all that another preset sets
+# h100: the default of each field that another preset sets, for a+h100
 H100 = {name: getattr(Hyperparameters, name) for name in ALIGNED_2025_07_13 | LAPTOP}
 
 PRESETS = {"h100": H100, "laptop": LAPTOP,
@@ -3093,7 +3096,7 @@ def resolve(options: dict, checkpoint: dict | None = None) -> Hyperparameters:
         for name in names:
             if name not in PRESETS:
                 raise UserError(f"--preset={name}: expected one of {', '.join(PRESETS)}")
-        if "laptop" in names:  # first, so that a dated preset replaces it
+        if "laptop" in names:  # first, so that a dated preset replaces it: DATED+laptop
             hp.update(LAPTOP_DESIGN, "preset laptop")
         for name in names:
             hp.update(PRESETS[name], "default" if name == "h100" else f"preset {name}")

@@ -116,7 +116,7 @@ def train_steps(trainer: train_gpt.Trainer, steps: int) -> list[float]:
 def next_loss(trainer: train_gpt.Trainer, step: int) -> float:
     """Do a step and return its loss."""
     trainer.step(trainer.data.train.next_batch(), step)
-    (done, loss), = train_gpt.read_losses(trainer).items()
+    (done, loss), = trainer.read_losses().items()
     assert done == step + 1
     return loss
 

@@ -49,7 +49,7 @@ def trainer(data) -> train_gpt.Trainer:
     """After a few steps, with the window of the last."""
     trainer = make_trainer(hyperparameters(*data))
     train_steps(trainer, 3)
-    train_gpt.set_window(trainer.hp, 4, trainer.window)
+    trainer.window.copy_(train_gpt.window_tensor(trainer.hp, 4))
     return trainer
 
 

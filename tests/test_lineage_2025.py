@@ -96,7 +96,7 @@ def train_ours(hp, steps: int, shaken: bool, hardware: Hardware | None = None) -
     val_loss = None
     for step in range(steps):
         if step == VALIDATED:
-            train_gpt.set_window(hp, step, trainer.window)
+            trainer.window.copy_(train_gpt.window_tensor(hp, step))
             val_loss = train_gpt.evaluate(trainer)["val_loss"]
         losses.append(next_loss(trainer, step))
     return Outcome(start, losses, val_loss, weights_of(trainer))

@@ -512,7 +512,7 @@ def test_schedules_reach_the_optimizers_and_the_window(tiny, preset):
     window = torch.zeros(2, dtype=torch.int32)
     for step in (0, 9, 11, 3):  # also backwards: nothing builds up
         set_schedules(hp, step, *optimizers)
-        train_gpt.set_window(hp, step, window)
+        window.copy_(train_gpt.window_tensor(hp, step))
         system = reference.SYSTEMS[preset]
         factor = reference.rate_factor(step, 12, 5, system.rate_floor)
         adam, muon = ([group["lr"] for group in optimizer.param_groups]

@@ -68,8 +68,8 @@ def test_reading_a_loss_later_changes_no_weight(data):
     seen = []
     for step in range(3):
         next_step(behind, step)
-        seen.append(train_gpt.read_losses(behind, keep=1))
-    seen.append(train_gpt.read_losses(behind))
+        seen.append(behind.read_losses(keep=1))
+    seen.append(behind.read_losses())
     at_once = make_trainer(hyperparameters(data))
     losses = train_steps(at_once, 3)
     assert seen == [{}, {1: losses[0]}, {2: losses[1]}, {3: losses[2]}]
@@ -96,7 +96,7 @@ def test_what_is_not_finite_and_read_later_has_changed_no_weight(data, monkeypat
     spoiled = [False]
     monkeypatch.setattr(trainer, "accumulate_gradients", spoil)
     trainer.step(batch, 1)
-    assert train_gpt.read_losses(trainer, keep=1).keys() == {1}
+    assert trainer.read_losses(keep=1).keys() == {1}
     assert all(map(torch.equal, before, trainer.model.parameters()))
     assert all(torch.equal(state["step"], steps[p])
                for p, state in trainer.adam.state.items())
@@ -105,7 +105,7 @@ def test_what_is_not_finite_and_read_later_has_changed_no_weight(data, monkeypat
     if keep:
         next_step(trainer, 2)
     with pytest.raises(train_gpt.UserError, match=sentence):
-        train_gpt.read_losses(trainer, keep)
+        trainer.read_losses(keep)
     hook.remove()
     # not even in the next step, which has the momentum of the bad one
     assert all(map(torch.equal, before, trainer.model.parameters()))
@@ -115,9 +115,9 @@ def test_a_request_to_stop_leaves_no_step_unread(data):
     trainer = make_trainer(hyperparameters(data))
     trainer.stop_requested = True
     next_step(trainer, 0)
-    assert train_gpt.read_losses(trainer, keep=1) == {} and not trainer.stopping
+    assert trainer.read_losses(keep=1) == {} and not trainer.stopping
     next_step(trainer, 1)
-    assert train_gpt.read_losses(trainer, keep=1).keys() == {1, 2} and trainer.stopping
+    assert trainer.read_losses(keep=1).keys() == {1, 2} and trainer.stopping
 
 
 def test_numbers_that_never_arrive_time_out(data):
@@ -128,7 +128,7 @@ def test_numbers_that_never_arrive_time_out(data):
     trainer.unread[0] = trainer.unread[0]._replace(copied=never)
     trainer.hardware.world_size = 2  # one rank waits for no other, however long its step takes
     with pytest.raises(train_gpt.dist.DistError, match="no answer in time"):
-        train_gpt.read_losses(trainer)
+        trainer.read_losses()
 
 
 # ---- the state of a training run ----

@@ -60,7 +60,7 @@ def model_flops(hp: train_gpt.Hyperparameters, model: train_gpt.GPT) -> float:
 
 def do_step(trainer: train_gpt.Trainer, batch: list) -> None:
     trainer.step(batch, 0)
-    train_gpt.read_losses(trainer)
+    trainer.read_losses()
 
 
 def bench_step(folder: Path) -> list[tuple]:
