@@ -830,13 +830,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Blocks that encode, then blocks that decode and take the encoder's outputs in reverse."""
 
-    def __init__(self, hp: Hyperparameters, hardware: Hardware = Hardware(), micro_steps: int = 1):
+    def __init__(self, hp: Hyperparameters, hardware: Hardware | None = None, micro_steps: int = 1):
         """micro_steps: of an optimizer step, for the scale of FP8 gradients."""
         super().__init__()
         self.hp = hp
-        self.hardware = hardware
+        self.hardware = hardware or Hardware()
         self.micro_steps = micro_steps
-        self.dtype = hardware.dtype
+        self.dtype = self.hardware.dtype
         self.loss_dtype = torch.promote_types(self.dtype, torch.float32)
         self.band_blocks = max_blocks_back(hp)
         # computed here, since Dynamo cannot trace these functions
@@ -1042,6 +1042,7 @@ class Muon(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in self.own_params(group)]
 
     def step(self) -> None:
+        """Both phases, for a use with nothing to do in between."""
         self.finish_updates(self.start_updates())
 
     @torch.no_grad()
@@ -1392,7 +1393,7 @@ def train(hp: Hyperparameters, hardware: Hardware, data: Data, run: Run) -> int:
     clock = trainer.clock
     start_step = restore(trainer, run.checkpoint) if run.checkpoint else 0
     check_ranks_agree(trainer, start_step)
-    log = Logger(run, hp, hardware, data)
+    log = Logger(run, hp, hardware, data, start_step)
     if hp.ngram_order and start_step == 0:
         fill_ngrams(trainer, log)    # section 11
     parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -1454,13 +1455,13 @@ class Logger:
     Training matters more than its log: a sink that fails is dropped with one warning.
     """
 
-    def __init__(self, run: Run, hp: Hyperparameters, hardware: Hardware, data: Data):
+    def __init__(self, run: Run, hp: Hyperparameters, hardware: Hardware, data: Data,
+                 start_step: int = 0):
         self.folder = run.folder
         self.sinks = {}     # where to write, by name; none on other ranks
         self.sizes = {}     # bytes in each file, for checkpoints
         if sys.stdout is None:  # closed by whoever started this process
             sys.stdout = open(os.devnull, "w")
-        start_step = run.checkpoint["step"] if run.checkpoint else 0
         self.bar = tqdm(total=hp.num_steps, initial=start_step, unit="step", dynamic_ncols=True,
                         file=sys.stdout, disable=hardware.rank != 0 or not sys.stdout.isatty())
         if hardware.rank != 0:
