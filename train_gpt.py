@@ -123,7 +123,7 @@ class Hyperparameters:
     num_steps: int = 1750               # optimizer steps
     batch_tokens: int = 8 * 48 * 1024   # tokens per step over all ranks, whatever the world size
     sequence_tokens: int = 48 * 1024    # tokens per forward pass; reduced where memory is short
-    segment_tokens: int = 0             # tokens per piece of a batch (see Loader); 0: one piece
+    segment_tokens: int = 0             # tokens per segment of a sequence (Loader); 0: all of it
     align_documents: bool = True        # training sequences start at a document (aligned_starts)
     epochs: int = 1                     # passes over the shards; above 1: in shuffled order
     val_every: int = 125                # steps between validations; 0: only at the end
@@ -139,7 +139,7 @@ class Hyperparameters:
     value_layout: str | tuple = "ends"  # value embeddings: none, per_layer, mirrored, ends, tuple
     value_lambdas: int = 2              # learned weights of v and its embedding; 1: 1 − λ and λ
     first_layer_values: bool = False    # mix the first layer's values into layers without a table
-    no_attention: str | tuple = "second_decoder"  # layers without: none, second_decoder, tuple
+    no_attention: str | tuple = "second_decoder"  # layers without it: none, second_decoder, tuple
     rotary_base: float = 1024.0         # rotary frequencies fall from 1 to 1/base radian per token
     rotary_fraction: float = 0.5        # part of a head's dimensions that is rotated
     rotary_endpoint: bool = True        # the last one is 1/base itself; false: one step before it
@@ -2698,6 +2698,8 @@ def memory_per_token(hp: Hyperparameters, hardware: Hardware) -> dict[str, float
     """Bytes: of training the activations that the backward pass needs, of validation the logits."""
     per_layer = 12 * hp.model_dim                   # the stream and what attention makes of it
     per_layer += 2 * hp.mlp_ratio * hp.model_dim    # hidden units before and after ReLU²
+    if hp.first_layer_values:
+        per_layer += hp.model_dim                   # their mix with the layer's own
     if hardware.attention == "banded" and hardware.device.type != "cpu":
         band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
         per_layer += 3 * hp.num_heads * band        # attention weights, three copies
