@@ -2699,7 +2699,7 @@ def memory_per_token(hp: Hyperparameters, hardware: Hardware) -> dict[str, float
     per_layer = 12 * hp.model_dim                   # the stream and what attention makes of it
     per_layer += 2 * hp.mlp_ratio * hp.model_dim    # hidden units before and after ReLU²
     if hp.first_layer_values:
-        per_layer += hp.model_dim                   # their mix with the layer's own
+        per_layer += hp.model_dim                   # the values before they are mixed
     if hardware.attention == "banded" and hardware.device.type != "cpu":
         band = (max(hp.window_start, hp.window_end) // BLOCK + 1) * BLOCK
         per_layer += 3 * hp.num_heads * band        # attention weights, three copies
