@@ -62,7 +62,7 @@ def fuzz_many(kind: str, examples: int, function) -> None:
 
 def laptop_run(folder: Path, options: list[str]) -> tuple[list[str], list[str]]:
     """(options, data): the whole laptop preset, on enwik8 where it is, else a made-up language."""
-    data = make_data(folder, vocab_size=257, tokens=1_000_000, document_token=256)
+    data = make_data(folder, vocab_size=257, tokens=3_000_000, document_token=256)
     if list((ROOT / "data" / "enwik8").glob("enwik8_train_*.bin")):
         data[:2] = [f"--{kind}_files={ROOT}/data/enwik8/enwik8_{kind}_*.bin"
                     for kind in ("train", "val")]

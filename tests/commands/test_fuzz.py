@@ -1,6 +1,7 @@
 """Mutated files, a few of each kind (./run.sh faults has many more), and shards that change."""
 from pathlib import Path
 
+import faults
 import pytest
 import torch
 from fuzz import (
@@ -64,3 +65,11 @@ def test_a_shard_that_changes_after_the_start_is_named(tmp_path, change, reason)
     change(path)
     with pytest.raises(train_gpt.UserError, match=f"a.bin: {reason}.*; fetch it again"):
         loader.next_batch()
+
+
+def test_the_run_whose_ranks_are_killed_has_enough_data(tmp_path, monkeypatch):
+    """The whole laptop preset, also where enwik8 is not there."""
+    monkeypatch.setattr(faults, "ROOT", tmp_path)
+    base, data = faults.laptop_run(tmp_path, [])
+    hp = train_gpt.parse_command_line([*base, *data])
+    assert len(train_gpt.open_data(hp, train_gpt.Hardware()).train) >= hp.num_steps
