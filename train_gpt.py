@@ -2572,7 +2572,11 @@ def find_hardware(hp: Hyperparameters) -> Hardware:
     if hp.attention == "flex" and not can_flex:
         raise UserError("--attention=flex: it trains only compiled, on a GPU with bfloat16 "
                         "(NVIDIA: from Ampere on); give --attention=banded")
-    if can_flex and hp.attention != "banded":
+    # the kernels for heads of more than 128 dimensions need the shared memory of an H100
+    head_dim = hp.model_dim // hp.num_heads
+    shared_memory = getattr(gpu, "shared_memory_per_block_optin", math.inf)  # AMD: not known
+    heads_fit = head_dim <= 128 or shared_memory >= 200 * 1024
+    if hp.attention == "flex" or (hp.attention == "auto" and can_flex and heads_fit):
         hardware.attention = "flex"
     return hardware
 

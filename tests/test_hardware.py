@@ -515,6 +515,17 @@ def test_a_cpu_computes_muon_in_bfloat16_where_it_can(cards, monkeypatch, capabi
     assert (typed.dtype, typed.muon_dtype) == (BF16, FP32)
 
 
+@pytest.mark.parametrize("heads, shared, attention", [
+    (6, 99, "flex"), (3, 99, "banded"), (3, 163, "banded"), (3, 227, "flex"), (3, None, "flex")])
+def test_wide_heads_take_flex_attention_only_where_its_kernels_fit(cards, heads, shared, attention):
+    """Of 128 and 256 dimensions; tests/gpu/test_gpu_lowering.py compiles both."""
+    cards(24, shared=shared and shared * 1024)
+    arguments = ["--preset=h100", f"--num_heads={heads}"]
+    assert find_hardware(parse_command_line(arguments)).attention == attention
+    asked = parse_command_line([*arguments, "--attention=flex"])
+    assert find_hardware(asked).attention == "flex"
+
+
 def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
     alone = train_gpt.available_bytes(train_gpt.Hardware())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
