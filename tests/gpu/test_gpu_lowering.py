@@ -131,6 +131,14 @@ def test_wide_heads_do_not_fit_a_card_with_little_shared_memory():
     assert len(seen["unpipelined"]) == 2 and "shared memory" in seen["error"]
 
 
+@slow
+def test_wide_heads_on_that_card_take_the_banded_attention():
+    seen = lower("4090", *TWO_LAYERS, "--num_heads=3", "--sequence_tokens=2048",
+                 "--val_sequence_tokens=2048")
+    assert seen["graph_breaks"] == {} and seen["new_graphs"] == 0
+    assert not any("flex" in kernel["name"] for kernel in seen["kernels"])
+
+
 def memory(card: str, *arguments: str, world_size: int = 1) -> dict:
     return result("memory.py", PLAIN, *arguments, card=card, depth="wrapper", world_size=world_size)
 
