@@ -1,4 +1,5 @@
 """The step and the loop: the same training at any world size, warm-up, repeatability, compiling."""
+import gc
 import json
 import math
 import os
@@ -129,6 +130,18 @@ def test_numbers_that_never_arrive_time_out(data):
     trainer.hardware.world_size = 2  # one rank waits for no other, however long its step takes
     with pytest.raises(train_gpt.dist.DistError, match="no answer in time"):
         trainer.read_losses()
+
+
+def test_a_warm_up_that_is_not_finite_blames_no_batch(data, monkeypatch):
+    """Its tokens are no text: a loss of theirs says nothing about the run."""
+    trainer = make_trainer(hyperparameters(data))
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "sum_metrics", lambda mean_loss: torch.full((4,), math.inf))
+        train_gpt.warm_up(trainer)
+    gc.unfreeze()
+    assert not trainer.unread and not trainer.diverged
+    next_step(trainer, 0)
+    assert trainer.read_losses().keys() == {1}
 
 
 # ---- the state of a training run ----
